@@ -1,0 +1,55 @@
+# make demo | test | slow | check | bench: each makes its own .venv where there is none yet.
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.stamp-runtime
+DEV := $(VENV)/.stamp-dev
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
+
+.PHONY: demo test slow check bench format clean
+
+demo: $(RUNTIME)
+	$(BIN)/quail demo
+
+test: $(DEV)
+	$(BIN)/python -m pytest -q
+
+slow: $(DEV)
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEV)
+	$(BIN)/python -m benchmarks
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+# The first Python of 3.11 to 3.13 that works; `make PYTHON=…` takes another.
+$(BIN)/python:
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+	  for candidate in python3 python3.13 python3.12 python3.11; do \
+	    if $$candidate -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; \
+	    then python=$$candidate; break; fi; \
+	  done; \
+	fi; \
+	if [ -z "$$python" ]; then echo "Quail needs Python 3.11, 3.12 or 3.13 with venv; found: $$(python3 --version 2>&1)" >&2; exit 1; fi; \
+	echo "making $(VENV) with $$($$python --version)"; \
+	$$python -m venv $(VENV)
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing Quail into $(VENV) (torch is about 200 MB)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing Quail and its test tools into $(VENV)"
+	@$(PIP) --editable '.[dev]'
+	@touch $(RUNTIME) $@
