@@ -1,0 +1,193 @@
+"""Filters over texts of 300 tokens: time in matrix products, cost of a second question, boot,
+transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import quail
+from quail.config import EngineConfig
+from quail.execution.asks import RunControl
+from quail.execution.runner import Engine
+from quail.execution.stages import compile_stage
+from tests.engine.feeds import ChainFeed, question
+
+CHAPTERS = Path(__file__).parent.parent / "examples" / "data" / "chapters.parquet"
+CALLS = (question(0, "\n\nIs this about the sea?"), question(1, "\n\nDoes anybody speak in this text?"))
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measured figure beside its bar."""
+
+    name: str
+    value: float
+    bar: str
+    is_met: bool
+    detail: str
+
+
+class KeepingFeed(ChainFeed):
+    """One question whose documents are kept as if another would follow."""
+
+    def _asks(self, rows: Any, index: int) -> Any:
+        asks = super()._asks(rows, index)
+        asks.may_follow[:] = True
+        return asks
+
+
+def texts_of_tokens(engine: Engine, num_documents: int, num_tokens: int = 300) -> list[str]:
+    """Texts cut from the chapters that have `num_tokens` ids in front of the question each."""
+    chapters = pq.read_table(CHAPTERS)["text"].to_pylist()
+    label = len(engine._pieces.prefix)
+    found: list[str] = []
+    for chapter in chapters:
+        ids, _ = engine.tokenizer.encode_plain([chapter])
+        for start in range(0, len(ids) - num_tokens, num_tokens):
+            text = engine.tokenizer.decode(ids[start : start + num_tokens - label].tolist())
+            again, _ = engine.tokenizer.encode_plain([text])
+            if len(again) + label == num_tokens:
+                found.append(text)
+            if len(found) == num_documents:
+                return found
+    raise AssertionError(f"only {len(found)} texts")
+
+
+def run_seconds(engine: Engine, feed: ChainFeed) -> float:
+    """Seconds of one run over a feed."""
+    calls = CALLS[: feed.num_questions]
+    started = time.perf_counter()
+    engine.run(calls, feed, RunControl())
+    return time.perf_counter() - started
+
+
+def product_share(engine: Engine, texts: list[str]) -> float:
+    """Share of matrix products in the time of the passes of a first question, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU]) as measured:
+        report = engine.run(CALLS[:1], ChainFeed(texts, 1), RunControl())
+    products = sum(e.self_cpu_time_total for e in measured.key_averages() if e.key in PRODUCTS)
+    return float(products / 1e6 / report["seconds"]["forward"])
+
+
+def transformers_seconds(oracle: Any, prompts: list[np.ndarray]) -> float:
+    """Seconds for whole prompts, one at a time."""
+    started = time.perf_counter()
+    with torch.inference_mode():
+        for ids in prompts:
+            oracle(torch.from_numpy(ids.astype(np.int64)).unsqueeze(0), logits_to_keep=1)
+    return time.perf_counter() - started
+
+
+def transformers_model(dtype: torch.dtype) -> Any:
+    """The default model's weights in transformers."""
+    import transformers
+
+    from quail.models.loader import load_model
+
+    loaded = load_model("smollm2-135m", dtype=dtype, cache_dir=EngineConfig().cache_path)
+    shape = loaded.config
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context_tokens,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    model.load_state_dict(loaded.weights, strict=False)
+    model.tie_weights()
+    return model
+
+
+BOOT = """
+import sys, time
+started = time.perf_counter()
+import quail
+with quail.Session() as session:
+    session.register("t", {"id": [1], "text": ["A fine film."]})
+    rows = session.sql("SELECT id FROM t WHERE AI.IF(PROMPT('Is it good? {0}', text))").run(progress=False)
+print(time.perf_counter() - started, "transformers" in sys.modules)
+"""
+
+
+def boot_seconds() -> float:
+    """Seconds from nothing to the first answer in a fresh process, interpreter start included."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", BOOT], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - started
+    assert done.stdout.split()[-1] == "False", "transformers was imported on a warm boot"
+    return seconds
+
+
+def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
+    """All lines; the parts of a ratio are measured in turn, round by round."""
+    engine = Engine.boot(EngineConfig())
+    texts = texts_of_tokens(engine, num_documents)
+    stages = [compile_stage(call, engine._pieces, engine.tokenizer) for call in CALLS]
+    sample = texts[: max(4, num_documents // 10)]
+    prompts = []
+    for text in sample:
+        ids, _ = engine.tokenizer.encode_plain([text])
+        prompts += [np.concatenate([engine._pieces.prefix, ids, stage.suffix(0)]) for stage in stages]
+    oracle = transformers_model(getattr(torch, engine.describe()["dtype"]))
+    run_seconds(engine, ChainFeed(texts[:8], 2))
+    transformers_seconds(oracle, prompts[:2])
+    shares, seconds, peers, boots = [], [], [], []
+    for _ in range(num_rounds):
+        boots.append(boot_seconds())
+        shares.append(product_share(engine, texts))
+        kept, both = run_seconds(engine, KeepingFeed(texts, 1)), run_seconds(engine, ChainFeed(texts, 2))
+        alone = run_seconds(engine, ChainFeed(texts, 1))
+        seconds.append((kept, both, alone))
+        peers.append(transformers_seconds(oracle, prompts) / len(sample) * num_documents)
+    second = statistics.median((both - kept) / alone for kept, both, alone in seconds)
+    speedup = statistics.median(peer / both for peer, (_, both, _) in zip(peers, seconds, strict=True))
+    alone = statistics.median(s[2] for s in seconds)
+    rate = num_documents * (300 + len(stages[0].suffix(0))) / alone
+    share, boot = statistics.median(shares), statistics.median(boots)
+    return [
+        Line("matrix products / pass time", share, ">= 0.45", share >= 0.45, spread(shares)),
+        Line("second question / first", second, "<= 1/6", second <= 1 / 6, f"first: {rate:.0f} tokens/s"),
+        Line("boot to first answer, seconds", boot, "<= 6", boot <= 6, spread(boots)),
+        Line("transformers / quail, two filters", speedup, ">= 1.8", speedup >= 1.8, spread(peers)),
+    ]
+
+
+def spread(values: list[float]) -> str:
+    """Least and greatest of a few values."""
+    return f"{min(values):.3g} to {max(values):.3g}"
+
+
+def processor() -> str:
+    """The processor's name and number of cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = "unknown processor"
+    return f"{os.cpu_count()} x {name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide about speed."""
+    return {"torch": torch.__version__, "quail": quail.__version__}

@@ -1,0 +1,73 @@
+"""Work to seconds: a roofline over the model's layers and the device's rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quail.cost.budgets import ModelShape
+from quail.cost.work import Work
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        matmul_flops: floating-point operations of matrix products as large as a pass's.
+        attention_flops: the same of attention, scores and values together.
+        memory_bytes: bytes read or written.
+    """
+
+    matmul_flops: float
+    attention_flops: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of some work, by what takes them.
+
+    Attributes:
+        matmul: matrix products.
+        attention: attention.
+        memory: KV written and read.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """Compute and memory overlap; the longer of the two counts."""
+        return max(self.matmul + self.attention, self.memory)
+
+
+def matmul_flops_per_token(shape: ModelShape) -> float:
+    """Operations of a layer's four products for one row, times the layers: 2 per weight element."""
+    q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    weights = shape.hidden_size * (q_width + 2 * kv_width) + q_width * shape.hidden_size
+    weights += 3 * shape.hidden_size * shape.intermediate_size
+    return 2.0 * weights * shape.num_layers
+
+
+def attention_flops_per_pair(shape: ModelShape) -> float:
+    """Operations of one (row, key) pair over all layers: a score and a weighted value for each head."""
+    return 4.0 * shape.num_heads * shape.head_dim * shape.num_layers
+
+
+def kv_bytes_per_token(shape: ModelShape) -> float:
+    """Bytes of one token's KV over all layers."""
+    return 2.0 * shape.num_kv_heads * shape.head_dim * shape.element_bytes * shape.num_layers
+
+
+def seconds(work: Work, shape: ModelShape, rates: Rates) -> Seconds:
+    """Seconds of some work on a device.
+
+    Roofline model: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
+    """
+    return Seconds(
+        matmul=work.tokens * matmul_flops_per_token(shape) / rates.matmul_flops,
+        attention=work.pairs * attention_flops_per_pair(shape) / rates.attention_flops,
+        memory=(work.kv_written + work.kv_read) * kv_bytes_per_token(shape) / rates.memory_bytes,
+    )

@@ -1,0 +1,75 @@
+"""Document texts to prefix ids, with the lengths checked before anything expensive happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quail.execution.stages import Int32s, Pieces
+
+if TYPE_CHECKING:
+    from quail.models.tokenizer import Tokenizer
+
+ALWAYS_TOKENIZED_BYTES = 2**18
+"""Texts up to this size are tokenized to their end even when they cannot fit, so that messages have exact
+lengths."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixIds:
+    """Prefix ids of one document.
+
+    Attributes:
+        ids: label and document; cut behind the model's context, since no prompt can hold more.
+        num_tokens: tokens of the whole prefix; a lower bound where `is_exact` is False.
+        is_exact: False for a text so long that it was not tokenized to its end.
+    """
+
+    ids: Int32s
+    num_tokens: int
+    is_exact: bool
+
+
+class DocumentEncoder:
+    """Tokenizes documents for one model and layout.
+
+    Args:
+        tokenizer: of the model.
+        pieces: the layout's fixed ids.
+        context_tokens: longest prompt of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, pieces: Pieces, context_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._before = pieces.prefix
+        self._context_tokens = context_tokens
+        # No token holds more bytes than this, so a longer text cannot fit however it is split.
+        self._longest_bytes = max(ALWAYS_TOKENIZED_BYTES, (context_tokens + 1) * tokenizer.max_token_bytes)
+
+    def encode(self, texts: pa.Array) -> list[PrefixIds]:
+        """Prefix ids of each text (no NULLs), in order."""
+        sizes = np.asarray(pc.binary_length(texts).to_numpy(zero_copy_only=False), dtype=np.int64)
+        is_long = sizes > self._longest_bytes
+        if is_long.any():
+            values = [
+                _head(text, self._longest_bytes) if long else text
+                for text, long in zip(texts.to_pylist(), is_long.tolist(), strict=True)
+            ]
+            flat, offsets = self._tokenizer.encode_plain(values)
+        else:
+            flat, offsets = self._tokenizer.encode_plain(texts)
+        return [self._prefix(flat[offsets[i] : offsets[i + 1]], not is_long[i]) for i in range(len(texts))]
+
+    def _prefix(self, ids: npt.NDArray[np.int32], is_exact: bool) -> PrefixIds:
+        whole = np.concatenate([self._before, ids])
+        return PrefixIds(whole[: self._context_tokens], len(whole), is_exact)
+
+
+def _head(text: str, num_bytes: int) -> str:
+    """The beginning of a text, cut at a character, of at most `num_bytes` bytes of UTF-8."""
+    return text.encode()[:num_bytes].decode(errors="ignore")

@@ -1,0 +1,345 @@
+"""The main loop: one run of a feed on a model, pass by pass."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from quail.errors import PlanError, QueryCancelled, RowError
+from quail.execution.asks import Asks, Feed, FollowUp, RunControl
+from quail.execution.chunk import Chunk
+from quail.execution.documents import DocumentEncoder, PrefixIds
+from quail.execution.readout import values_of
+from quail.execution.scheduler import Document, Failure, Pass, Request, Scheduler, in_tree_order
+from quail.execution.stages import Int64s, Pieces, Stage, compile_stage
+from quail.kv.pages import PageArena
+from quail.kv.prefix_sharing import PrefixTree
+from quail.models.tokenizer import Tokenizer
+from quail.plan.logical import AICall
+from quail.planner.prefix_sharing import SharingDecision
+
+SharingRule = Callable[[PrefixTree, Sequence[int], Sequence[bool]], SharingDecision]
+
+SHARING_WINDOW_TOKENS = 2**24
+"""Tokens of documents that one sharing plan covers; a larger table is planned in several windows."""
+
+FIRST_TAKE = 16
+"""Fresh questions taken from the feed before the length of its documents is known."""
+
+
+class Model(Protocol):
+    """What a run needs of a model: the decoder on its arena, or a fake."""
+
+    @property
+    def pages(self) -> PageArena:
+        """The accounting of its KV."""
+
+    def forward(self, chunk: Chunk) -> Any:
+        """Runs one pass; returns one state a read row."""
+
+    def logits(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
+        """(len(rows), len(vocab_ids)) float32 logits of some of the states."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run must stay within.
+
+    Attributes:
+        token_budget: most rows a pass.
+        context_tokens: longest prompt of the model.
+    """
+
+    token_budget: int
+    context_tokens: int
+
+
+@dataclass
+class RunStats:
+    """What happened in a run, beside the ledger."""
+
+    tokenize_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    num_requests: int = 0
+    num_documents: int = 0
+    num_truncated: int = 0
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    sharing: list[SharingDecision] = field(default_factory=list)
+
+
+class Run:
+    """One run of a feed on a model. Pages are back when it ends, however it ends.
+
+    Args:
+        model: answers passes.
+        tokenizer: the model's.
+        pieces: the fixed ids of the prompt layout.
+        limits: budget and context.
+        calls: of the plan; `Asks.call` indexes them.
+        feed: the relational side.
+        control: how the run is watched and stopped.
+        sharing: decides whether fresh documents share prefixes; None never does.
+
+    Raises:
+        PlanError: a question that does not fit the model's context.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        pieces: Pieces,
+        limits: Limits,
+        calls: Sequence[AICall],
+        feed: Feed,
+        control: RunControl,
+        sharing: SharingRule | None = None,
+    ) -> None:
+        self.sharing = sharing
+        self.model, self.feed, self.control, self.limits = model, feed, control, limits
+        self.stages = [compile_stage(call, pieces, tokenizer) for call in calls]
+        for stage in self.stages:
+            _check_question(stage, pieces, limits.context_tokens)
+        self.encoder = DocumentEncoder(tokenizer, pieces, limits.context_tokens)
+        self.scheduler = Scheduler(
+            model.pages,
+            token_budget=limits.token_budget,
+            longest_suffix_tokens=max((stage.longest_suffix_tokens for stage in self.stages), default=0),
+        )
+        self.stats = RunStats()
+        self._overlong: dict[int, PrefixIds] = {}
+        self._failed: list[Request] = []
+        self._num_prefix_tokens = 0
+        self._started = time.perf_counter()
+
+    def run(self) -> None:
+        """Answers until the feed is done.
+
+        Raises:
+            RowError: a row that cannot be answered, unless errors become NULL.
+            QueryCancelled: `control.cancelled()` said so.
+        """
+        in_flight: Pass | None = None
+        try:
+            while not self.feed.done:
+                if self.control.cancelled():
+                    raise QueryCancelled("the query was cancelled")
+                self._refill()
+                planned = self.scheduler.next_pass()
+                if isinstance(planned, Failure):
+                    self._fail(planned.request, planned.reason)
+                elif planned is not None:
+                    in_flight = planned
+                    answers = self._forward(planned)
+                    self.scheduler.complete(planned)
+                    in_flight = None
+                    self._hand_over(planned.answered, answers)
+                    self._report_progress()
+                else:
+                    assert self._failed, "the feed waits for answers although no question is left"
+                self._hand_over_failures()
+        finally:
+            self.scheduler.abandon(in_flight)
+        self.scheduler.ledger.check()
+
+    # -- questions in
+    # --------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Takes fresh questions until they fill a pass.
+
+        Without sharing few more are taken, since a row limit may end the run at any answer; with sharing as many as
+        one sharing plan covers.
+        """
+        shares = self.sharing is not None and not self.feed.row_limited
+        wanted = SHARING_WINDOW_TOKENS if shares else self.limits.token_budget
+        if self.scheduler.num_fresh_tokens >= self.limits.token_budget:
+            return
+        taken: list[Request] = []
+        missing = wanted - self.scheduler.num_fresh_tokens
+        while missing > 0 and (batches := self.feed.take(self._num_to_take(missing))):
+            for asks in batches:
+                requests = self._requests(asks)
+                missing -= sum(len(request.document.ids) for request in requests)
+                if shares:
+                    taken += requests
+                else:
+                    self._submit(requests)
+        self._submit(self._in_sharing_order(taken))
+
+    def _num_to_take(self, num_tokens: int) -> int:
+        """Documents that make about so many tokens."""
+        if not self.stats.num_documents:
+            return FIRST_TAKE
+        return max(1, math.ceil(num_tokens * self.stats.num_documents / max(1, self._num_prefix_tokens)))
+
+    def _in_sharing_order(self, requests: list[Request]) -> list[Request]:
+        """Plans sharing among the fresh documents of some requests, if it pays; parents come first."""
+        if self.sharing is None:
+            return requests
+        of_document: dict[Document, list[Request]] = {}
+        for request in requests:
+            of_document.setdefault(request.document, []).append(request)
+        fresh = [
+            document
+            for document in of_document
+            if document.table is None and not document.requests and document.handle not in self._overlong
+        ]
+        if not fresh:
+            return requests
+        tree = PrefixTree.build([document.ids for document in fresh], self.scheduler.pages.page_tokens)
+        kept = [document.keep or len(of_document[document]) > 1 for document in fresh]
+        decision = self.sharing(tree, [len(document.ids) for document in fresh], kept)
+        self.stats.sharing.append(decision)
+        if not decision.shares:
+            return requests
+        first = in_tree_order(fresh, tree)
+        return [r for d in dict.fromkeys([*first, *of_document]) for r in of_document[d]]
+
+    def _requests(self, asks: Asks) -> list[Request]:
+        """The requests of some questions; those whose prompts do not fit are failed."""
+        self._add_documents(asks)
+        suffix = self.stages[asks.call].suffix(0)
+        room = self.limits.context_tokens - len(suffix)
+        found = []
+        for place, (handle, key) in enumerate(zip(asks.documents.tolist(), asks.keys.tolist(), strict=True)):
+            document = self.scheduler.document(handle)
+            assert document is not None
+            document.keep = bool(asks.may_follow[place])
+            request = Request(document, asks.call, key, suffix, min(len(document.ids), room))
+            self.stats.num_requests += 1
+            if self._fits(request, room):
+                found.append(request)
+        return found
+
+    def _submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.scheduler.submit(request)
+
+    def _add_documents(self, asks: Asks) -> None:
+        """Tokenizes the documents that the scheduler does not know."""
+        first: dict[int, int] = {}
+        for place, handle in enumerate(asks.documents.tolist()):
+            if self.scheduler.document(handle) is None:
+                first.setdefault(handle, place)
+        if not first:
+            return
+        started = time.perf_counter()
+        texts = asks.arguments[0].take(pa.array(list(first.values()), type=pa.int64()))
+        for (handle, place), prefix in zip(first.items(), self.encoder.encode(texts), strict=True):
+            self.scheduler.add(Document(handle, prefix.ids, name=_row_name(asks, place)))
+            if prefix.num_tokens >= self.limits.context_tokens:
+                self._overlong[handle] = prefix
+            self.stats.num_documents += 1
+            self._num_prefix_tokens += len(prefix.ids)
+        self.stats.tokenize_seconds += time.perf_counter() - started
+
+    def _fits(self, request: Request, room: int) -> bool:
+        """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
+        document = request.document
+        overlong = self._overlong.get(document.handle)
+        num_tokens = len(document.ids) if overlong is None else overlong.num_tokens
+        if num_tokens <= room:
+            return True
+        if self.control.on_long == "truncate":
+            self.stats.num_truncated += 1
+            return True
+        exactly = "" if overlong is None or overlong.is_exact else "more than "
+        self._fail(
+            request,
+            f"its prompt of {exactly}{num_tokens + len(request.suffix)} tokens ({exactly}{num_tokens} of "
+            f"document, {len(request.suffix)} of question) exceeds the model's context of {self.limits.context_tokens}",
+            hint="run(on_long='truncate') cuts such documents, never questions, and counts them",
+        )
+        return False
+
+    # -- answers out
+    # ---------------------------------------------------------------------------------------------
+
+    def _forward(self, planned: Pass) -> list[npt.NDArray[np.float32]]:
+        """Runs a pass; returns the answer logits of each request in it, as its stage reads them."""
+        started = time.perf_counter()
+        states = self.model.forward(planned.chunk)
+        found: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)] * len(planned.answered)
+        for index in {request.stage for request in planned.answered}:
+            places = [place for place, request in enumerate(planned.answered) if request.stage == index]
+            readout = self.stages[index].readout
+            logits = self.model.logits(states, np.array(places, dtype=np.int64), readout.vocab_ids)
+            for place, answer in zip(places, readout.answers(logits), strict=True):
+                found[place] = answer
+        self.stats.forward_seconds += time.perf_counter() - started
+        return found
+
+    def _hand_over(self, answered: Sequence[Request], answers: list[npt.NDArray[np.float32]]) -> None:
+        """Gives answers to the feed, a batch a call, and queues what follows from them."""
+        by_call: dict[int, list[int]] = {}
+        for place, request in enumerate(answered):
+            if np.isfinite(answers[place]).all():
+                by_call.setdefault(request.stage, []).append(place)
+            else:
+                self._note_failure(request, "the model's logits are not finite")
+        for call, places in by_call.items():
+            keys = np.array([answered[place].key for place in places], dtype=np.int64)
+            logits = np.stack([answers[place] for place in places])
+            self._follow(self.feed.answered(call, keys, values_of(self.stages[call].call, logits)))
+
+    def _hand_over_failures(self) -> None:
+        """Answers failed requests with NULL."""
+        failed, self._failed = self._failed, []
+        for request in failed:
+            key = np.array([request.key], dtype=np.int64)
+            null = values_of(self.stages[request.stage].call, None)
+            self._follow(self.feed.answered(request.stage, key, null))
+
+    def _follow(self, follow_up: FollowUp) -> None:
+        for asks in follow_up.asks:
+            self._submit(self._requests(asks))
+        self.scheduler.release(follow_up.released.tolist())
+        for handle in follow_up.released.tolist() if self._overlong else ():
+            self._overlong.pop(handle, None)
+
+    def _fail(self, request: Request, reason: str, hint: str | None = None) -> None:
+        """Takes out a request that was not answered."""
+        self.scheduler.fail(request)
+        self._note_failure(request, reason, hint)
+
+    def _note_failure(self, request: Request, reason: str, hint: str | None = None) -> None:
+        """Raises, or notes the request for a NULL answer."""
+        name = request.document.name
+        if self.control.on_error == "raise":
+            raise RowError(f"{name}: {reason}", hint=hint)
+        self.stats.errors.append({"row": name, "reason": reason})
+        self._failed.append(request)
+
+    def _report_progress(self) -> None:
+        if self.control.on_progress is not None:
+            self.control.on_progress(
+                {
+                    "documents": self.scheduler.num_finished,
+                    "num_documents": self.feed.num_documents,
+                    "tokens": self.scheduler.ledger.computed,
+                    "passes": self.scheduler.num_passes,
+                    "seconds": time.perf_counter() - self._started,
+                }
+            )
+
+
+def _check_question(stage: Stage, pieces: Pieces, context_tokens: int) -> None:
+    longest = stage.longest_suffix_tokens
+    if len(pieces.prefix) + longest >= context_tokens:
+        raise PlanError(
+            f"a question of {longest} tokens leaves no room for a document in the model's context of "
+            f"{context_tokens} tokens: {stage.call.text}",
+            hint="shorten the question; questions are never cut",
+        )
+
+
+def _row_name(asks: Asks, place: int) -> str:
+    return f"{asks.table or 'document'} row {int(asks.rows[place])}"

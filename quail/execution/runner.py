@@ -1,0 +1,303 @@
+"""The engine: a loaded model with its arena, ready to answer runs."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quail.config import EngineConfig
+from quail.cost.budgets import (
+    DEFAULT_TOKEN_BUDGET,
+    MemoryPlan,
+    ModelShape,
+    available_bytes,
+    default_limit_bytes,
+    plan_memory,
+)
+from quail.cost.device import ASSUMED, rates_of
+from quail.errors import ConfigError, PlanError
+from quail.execution.asks import Feed, RunControl
+from quail.execution.run import Limits, Model, Run, SharingRule
+from quail.execution.stages import Pieces
+from quail.kv.prefix_sharing import PrefixTree
+from quail.plan.logical import AICall
+from quail.plan.prompts import PromptLayout
+from quail.planner.prefix_sharing import SharingDecision, decide
+
+if TYPE_CHECKING:
+    import torch
+
+    from quail.models.tokenizer import Tokenizer
+
+
+class Engine:
+    """Answers questions with one model on one device.
+
+    Args:
+        model: runs passes on its arena.
+        tokenizer: the model's.
+        layout: what stands around documents and questions.
+        limits: budget and context of a run.
+        about: what `describe` tells.
+        sharing: decides whether documents share prefixes; None never does.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        layout: PromptLayout,
+        limits: Limits,
+        about: dict[str, Any],
+        sharing: SharingRule | None = None,
+    ) -> None:
+        self.sharing = sharing
+        self.model, self.tokenizer, self.layout, self.limits = model, tokenizer, layout, limits
+        self._about = about
+        self._pieces = Pieces.of(layout, tokenizer)
+
+    @classmethod
+    def boot(cls, config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
+        """Loads the model and takes memory for its KV.
+
+        Args:
+            config: what to load and how much to take.
+            progress: told what is being done, a phrase at a time.
+
+        Raises:
+            ConfigError: a device or dtype that this machine does not have.
+            ModelError: the model cannot be found, loaded or trusted.
+            PlanError: too little memory, with the numbers.
+        """
+        started = time.perf_counter()
+        import torch
+
+        from quail.kv.arena import KVArena
+        from quail.models.decoder import Decoder, PagedDecoder
+        from quail.models.loader import load_model
+
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = _device(config.device)
+        dtype = _dtype(config.dtype, device)
+        loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
+        layout = _layout(config, loaded.layout, loaded.chat)
+        decoder = Decoder(loaded.config, {name: t.to(device) for name, t in loaded.weights.items()})
+        loaded.weights.clear()
+        shape = ModelShape(
+            num_layers=loaded.config.num_layers,
+            hidden_size=loaded.config.hidden_size,
+            num_heads=loaded.config.num_heads,
+            num_kv_heads=loaded.config.num_kv_heads,
+            head_dim=loaded.config.head_dim,
+            intermediate_size=loaded.config.intermediate_size,
+            context_tokens=loaded.config.context_tokens,
+            element_bytes=dtype.itemsize,
+            weight_bytes=decoder.num_weight_bytes,
+        )
+        budget = config.token_budget or DEFAULT_TOKEN_BUDGET
+        # The weights are in memory already, so what is available no longer holds them.
+        limit = default_limit_bytes() + shape.weight_bytes
+        memory = plan_memory(shape, token_budget=budget, limit_bytes=limit, kv_bytes=config.kv_memory_bytes)
+        arena = KVArena(
+            memory.num_pages,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        about = {
+            "model": loaded.name,
+            "revision": loaded.revision,
+            "device": device.type,
+            "dtype": _name(dtype),
+            "layout": layout.name,
+            "token_budget": budget,
+            "threads": torch.get_num_threads(),
+            "memory": _memory_report(memory),
+            "boot_seconds": time.perf_counter() - started,
+        }
+        limits = Limits(budget, loaded.config.context_tokens)
+        sharing = _sharing_rule(config, shape, device, dtype)
+        return cls(PagedDecoder(decoder, arena), loaded.tokenizer, layout, limits, about, sharing)
+
+    def run(self, calls: tuple[AICall, ...], feed: Feed, control: RunControl) -> dict[str, Any]:
+        """Answers until the feed is done.
+
+        Returns:
+            `tokens` (the ledger), `passes`, `seconds` (tokenize, forward, run), `documents`, `requests`,
+            `truncated`, `errors`, `memory` (bytes and pages), and what `describe` says.
+
+        Raises:
+            PlanError: a question that cannot be asked of this model.
+            RowError: a row that cannot be answered.
+            QueryCancelled: the run was stopped.
+        """
+        started = time.perf_counter()
+        pages = self.model.pages
+        pages.peak_used_pages = pages.num_pages - pages.num_free_pages
+        run = Run(self.model, self.tokenizer, self._pieces, self.limits, calls, feed, control, self.sharing)
+        run.run()
+        stats, about = run.stats, self.describe()
+        return about | {
+            "tokens": run.scheduler.ledger.as_dict(),
+            "passes": run.scheduler.num_passes,
+            "documents": stats.num_documents,
+            "requests": stats.num_requests,
+            "truncated": stats.num_truncated,
+            "errors": stats.errors,
+            "prefix_sharing": {
+                "planned_shared_tokens": sum(d.shared_tokens for d in stats.sharing if d.shares),
+                "decisions": [asdict(decision) for decision in stats.sharing],
+            },
+            "seconds": {
+                "tokenize": stats.tokenize_seconds,
+                "forward": stats.forward_seconds,
+                "run": time.perf_counter() - started,
+            },
+            "memory": about["memory"]
+            | {"peak_kv_pages": pages.peak_used_pages, "peak_resident_bytes": _peak_resident_bytes()},
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Model, device, dtype, layout, budget and memory, as the report shows them."""
+        return dict(self._about)
+
+    def close(self) -> None:
+        """Lets go of the model and its memory."""
+        del self.model
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if (name == "cuda" and not torch.cuda.is_available()) or (
+        name == "mps" and not torch.backends.mps.is_available()
+    ):
+        raise ConfigError(
+            f"device = {name!r}, but torch {torch.__version__} finds no such device here",
+            hint="device = 'auto' takes what there is",
+        )
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where its products are fast: on GPUs, and on CPUs with matrix tiles; else
+    float32.
+    """
+    import torch
+
+    if name == "auto":
+        name = "bfloat16" if device.type != "cpu" or has_fast_bfloat16() else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in tiles (AMX).
+
+    With AVX-512 BF16 alone torch's bfloat16 products took twice as long as float32 ones (measured).
+    """
+    try:
+        return "amx_bf16" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
+def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str, str]:
+    """What `quail doctor` tells about the device, without loading a model.
+
+    Args:
+        config: device, dtype and threads.
+        with_rates: measure matrix products too (a second or two).
+    """
+    import torch
+
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    facts = {
+        "device": device.type,
+        "dtype": _name(dtype) + (" (chosen)" if config.dtype == "auto" else ""),
+        "threads": str(config.threads or torch.get_num_threads()),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "memory for a session": f"{default_limit_bytes() / 2**30:.1f} GiB of {available_bytes() / 2**30:.1f}",
+    }
+    if with_rates:
+        for each in (torch.float32, torch.bfloat16):
+            facts[f"matrix products in {_name(each)}"] = f"{_product_rate(each, device) / 1e9:.0f} GFLOP/s"
+    return facts
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations a second of a product as large as a pass's, the median of a few."""
+    import torch
+
+    rows, inner, columns = 1024, 1024, 2048
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(columns, inner, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        float((left @ right.t())[0, 0])  # reading a value waits for the device
+        seconds.append(time.perf_counter() - started)
+    return 2 * rows * inner * columns / sorted(seconds)[2]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout(config: EngineConfig, default: str, chat: Any) -> PromptLayout:
+    name = default if config.layout == "auto" else config.layout
+    label = f"{config.label}\n" if config.label else ""
+    if name == "completion":
+        return PromptLayout("completion", label=label)
+    if chat is None:
+        raise PlanError(
+            "layout = 'chat', but the model has no chat template",
+            hint="layout = 'completion' needs none",
+        )
+    return PromptLayout("chat", opener=chat.opener, label=label, closer=chat.closer)
+
+
+def _sharing_rule(
+    config: EngineConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
+) -> SharingRule:
+    """The rule for this model and device; the device's rates are measured when they are first needed."""
+    rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path))
+
+    def rule(tree: PrefixTree, lengths: Sequence[int], kept: Sequence[bool]) -> SharingDecision:
+        return decide(
+            tree,
+            lengths,
+            kept,
+            shape=shape,
+            rates=rates() if tree.num_shared_tokens else ASSUMED,
+            mode=config.prefix_sharing,
+        )
+
+    return rule
+
+
+def _memory_report(memory: MemoryPlan) -> dict[str, int]:
+    return {
+        "limit_bytes": memory.limit_bytes,
+        "weight_bytes": memory.weight_bytes,
+        "working_bytes": memory.working_bytes,
+        "kv_bytes": memory.arena_bytes,
+        "kv_pages": memory.num_pages,
+        "page_bytes": memory.page_bytes,
+    }
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
