@@ -16,6 +16,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "bfloat16", "float32")
 LAYOUTS = ("auto", "chat", "completion")
 SHARING = ("auto", "on", "off")
+RETENTION = ("auto", "off", "keep")
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -110,6 +111,9 @@ class EngineConfig:
         label: line in front of every document. `QUAIL_LABEL`; default `DOCUMENT:`.
         prefix_sharing: whether documents that begin alike compute their common beginning once: `auto` (where
             it pays), `on` or `off`. `QUAIL_PREFIX_SHARING`. Answers are the same either way.
+        retention: whether KV outlives the operator that wrote it: `auto` keeps what was written anyway, for
+            later operators and queries, as memory allows; `keep` writes the KV of every document, also where
+            a query asks one question only; `off` keeps nothing. `QUAIL_RETENTION`.
         threads: number of CPU threads of the engine; None takes what the container grants. `QUAIL_THREADS`.
         cache_dir: folder for fetched models and measurements; None is `$XDG_CACHE_HOME/quail` or
             `~/.cache/quail`. `QUAIL_CACHE_DIR`.
@@ -126,6 +130,7 @@ class EngineConfig:
     layout: str = _environment("QUAIL_LAYOUT", "auto")
     label: str = _environment("QUAIL_LABEL", "DOCUMENT:")
     prefix_sharing: str = _environment("QUAIL_PREFIX_SHARING", "auto")
+    retention: str = _environment("QUAIL_RETENTION", "auto")
     threads: int | None = _environment("QUAIL_THREADS", None, int)
     cache_dir: str | Path | None = _environment("QUAIL_CACHE_DIR", None)
 
@@ -149,6 +154,7 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("prefix_sharing", self.prefix_sharing, SHARING)
+        check_choice("retention", self.retention, RETENTION)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, what="kv_memory")
         for name, unit, least in (("token_budget", "tokens", 16), ("threads", "threads", 1)):

@@ -34,15 +34,15 @@ class Asks:
     Attributes:
         call: index of the call in the plan.
         keys: (n,) one number per distinct (call, argument values), unique within the call and the run.
-        arguments: one string array of length n per argument of the call; argument 0 is the document (the
-            anchor of a join), argument 1 the partner. No NULLs: a NULL argument is a NULL answer and is never
-            asked.
-        documents: (n,) handle of the document text in argument 0: equal handles mean equal text, across all
-            calls of the run, so the KV of one serves the other.
+        arguments: one string array of length n per argument of the call. No NULLs: a NULL argument is a NULL
+            answer and is never asked.
+        documents: (n,) handle of the document's text (the anchor's, of two): equal handles mean equal text,
+            across all calls of the run, so the KV of one serves the other.
         may_follow: (n,) whether a later question of this run may read the same document, so that keeping its
             KV may pay. False everywhere in a filter with one question.
         rows: (n,) a row number of the source in which the question first stood, for messages.
         table: name of the source, for messages.
+        partners: (n,) handle of the text that is not the anchor's; None for questions about one document.
     """
 
     call: int
@@ -52,6 +52,7 @@ class Asks:
     may_follow: Bools
     rows: Int64s
     table: str = ""
+    partners: Int64s | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -60,10 +60,25 @@ class Segments:
         return tuple((int(length), np.nonzero(lengths == length)[0]) for length in np.unique(lengths))
 
     @cached_property
-    def with_history(self) -> Int64s:
-        """Places of segments that read more than themselves."""
-        has_context = np.array([bool(ranges) for ranges in self.context] or [False] * len(self), dtype=bool)
-        return np.nonzero((self.paged_tokens > 0) | has_context)[0]
+    def with_history(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of places whose segments read the same history beside themselves, consecutive in the pass.
+
+        The partners of one anchor read its KV in a single kernel call.
+        """
+        found: list[tuple[int, int]] = []
+        for place in range(len(self)):
+            if not (self.paged_tokens[place] or self.context_of(place)):
+                continue
+            if found and found[-1][1] == place and self._same_history(place - 1, place):
+                found[-1] = (found[-1][0], place + 1)
+            else:
+                found.append((place, place + 1))
+        return tuple(found)
+
+    def _same_history(self, one: int, other: int) -> bool:
+        same_table = bool(self.table_row[one] == self.table_row[other])
+        same_tokens = bool(self.paged_tokens[one] == self.paged_tokens[other])
+        return same_table and same_tokens and self.context_of(one) == self.context_of(other)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -53,6 +52,13 @@ class DocumentEncoder:
 
     def encode(self, texts: pa.Array) -> list[PrefixIds]:
         """Prefix ids of each text (no NULLs), in order."""
+        return self._encode(texts, self._before)
+
+    def encode_partners(self, texts: pa.Array) -> list[PrefixIds]:
+        """Ids of each text as a partner, behind a frame: no label of its own."""
+        return self._encode(texts, self._before[:0])
+
+    def _encode(self, texts: pa.Array, before: Int32s) -> list[PrefixIds]:
         sizes = np.asarray(pc.binary_length(texts).to_numpy(zero_copy_only=False), dtype=np.int64)
         is_long = sizes > self._longest_bytes
         if is_long.any():
@@ -63,11 +69,11 @@ class DocumentEncoder:
             flat, offsets = self._tokenizer.encode_plain(values)
         else:
             flat, offsets = self._tokenizer.encode_plain(texts)
-        return [self._prefix(flat[offsets[i] : offsets[i + 1]], not is_long[i]) for i in range(len(texts))]
-
-    def _prefix(self, ids: npt.NDArray[np.int32], is_exact: bool) -> PrefixIds:
-        whole = np.concatenate([self._before, ids])
-        return PrefixIds(whole[: self._context_tokens], len(whole), is_exact)
+        found = []
+        for place in range(len(texts)):
+            whole = np.concatenate([before, flat[offsets[place] : offsets[place + 1]]])
+            found.append(PrefixIds(whole[: self._context_tokens], len(whole), not is_long[place]))
+        return found
 
 
 def _head(text: str, num_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,11 +16,14 @@ from quail.errors import PlanError, QueryCancelled, RowError
 from quail.execution.asks import Asks, Feed, FollowUp, RunControl
 from quail.execution.chunk import Chunk
 from quail.execution.documents import DocumentEncoder, PrefixIds
+from quail.execution.packing import Pass
 from quail.execution.readout import values_of
-from quail.execution.scheduler import Document, Failure, Pass, Request, Scheduler, in_tree_order
-from quail.execution.stages import Int64s, Pieces, Stage, compile_stage
+from quail.execution.requests import Document, Failure, Request, in_tree_order
+from quail.execution.scheduler import Scheduler
+from quail.execution.stages import Int32s, Int64s, Pieces, Stage, compile_stage
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
+from quail.kv.retention import RetentionPool
 from quail.models.tokenizer import Tokenizer
 from quail.plan.logical import AICall
 from quail.planner.prefix_sharing import SharingDecision
@@ -29,6 +32,9 @@ SharingRule = Callable[[PrefixTree, Sequence[int], Sequence[bool]], SharingDecis
 
 SHARING_WINDOW_TOKENS = 2**24
 """Tokens of documents that one sharing plan covers; a larger table is planned in several windows."""
+
+MOST_PARTNERS = 2**16
+"""Partners of joins whose token ids are kept at hand."""
 
 FIRST_TAKE = 16
 """Fresh questions taken from the feed before the length of its documents is known."""
@@ -61,6 +67,19 @@ class Limits:
     context_tokens: int
 
 
+@dataclass(frozen=True)
+class Retention:
+    """KV kept between the operators of a query, and between queries.
+
+    Attributes:
+        pool: where it is.
+        writes_all: whether the KV of documents with a single question is written for it too.
+    """
+
+    pool: RetentionPool
+    writes_all: bool = False
+
+
 @dataclass
 class RunStats:
     """What happened in a run, beside the ledger."""
@@ -86,6 +105,7 @@ class Run:
         feed: the relational side.
         control: how the run is watched and stopped.
         sharing: decides whether fresh documents share prefixes; None never does.
+        retention: KV kept between operators and queries; None keeps none.
 
     Raises:
         PlanError: a question that does not fit the model's context.
@@ -101,6 +121,7 @@ class Run:
         feed: Feed,
         control: RunControl,
         sharing: SharingRule | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self.sharing = sharing
         self.model, self.feed, self.control, self.limits = model, feed, control, limits
@@ -111,11 +132,17 @@ class Run:
         self.scheduler = Scheduler(
             model.pages,
             token_budget=limits.token_budget,
-            longest_suffix_tokens=max((stage.longest_suffix_tokens for stage in self.stages), default=0),
+            longest_suffix_tokens=max((len(stage.tail) for stage in self.stages), default=0),
+            longest_frame_tokens=max((len(stage.frame) for stage in self.stages), default=0),
+            pool=retention.pool if retention is not None else None,
+            keeps_after_release=retention is not None,
+            writes_for_pool=retention is not None and retention.writes_all,
         )
         self.stats = RunStats()
         self._overlong: dict[int, PrefixIds] = {}
         self._failed: list[Request] = []
+        self._partners: dict[int, PrefixIds] = {}
+        self._last_cut = 0
         self._num_prefix_tokens = 0
         self._started = time.perf_counter()
 
@@ -145,6 +172,7 @@ class Run:
                 else:
                     assert self._failed, "the feed waits for answers although no question is left"
                 self._hand_over_failures()
+            self.scheduler.finish()
         finally:
             self.scheduler.abandon(in_flight)
         self.scheduler.ledger.check()
@@ -155,8 +183,8 @@ class Run:
     def _refill(self) -> None:
         """Takes fresh questions until they fill a pass.
 
-        Without sharing few more are taken, since a row limit may end the run at any answer; with sharing as many as
-        one sharing plan covers.
+        Without sharing few more are taken, since a row limit may end the run at any answer; with sharing as
+        many as one sharing plan covers.
         """
         shares = self.sharing is not None and not self.feed.row_limited
         wanted = SHARING_WINDOW_TOKENS if shares else self.limits.token_budget
@@ -206,18 +234,54 @@ class Run:
     def _requests(self, asks: Asks) -> list[Request]:
         """The requests of some questions; those whose prompts do not fit are failed."""
         self._add_documents(asks)
-        suffix = self.stages[asks.call].suffix(0)
-        room = self.limits.context_tokens - len(suffix)
+        stage = self.stages[asks.call]
+        suffixes = self._suffixes(asks, stage)
+        keys, follows = asks.keys.tolist(), asks.may_follow.tolist()
+        self.stats.num_requests += len(keys)
         found = []
-        for place, (handle, key) in enumerate(zip(asks.documents.tolist(), asks.keys.tolist(), strict=True)):
+        for place, handle in enumerate(asks.documents.tolist()):
             document = self.scheduler.document(handle)
             assert document is not None
-            document.keep = bool(asks.may_follow[place])
-            request = Request(document, asks.call, key, suffix, min(len(document.ids), room))
-            self.stats.num_requests += 1
+            document.keep = follows[place]
+            room = self.limits.context_tokens - len(stage.frame) - len(suffixes[place])
+            own_tokens = min(len(document.ids), max(0, room))
+            prefix_tokens = own_tokens + len(stage.frame)
+            request = Request(document, asks.call, keys[place], suffixes[place], prefix_tokens, stage.frame)
             if self._fits(request, room):
-                found.append(request)
+                found.append(self._cut_for_frame(request, own_tokens))
         return found
+
+    def _suffixes(self, asks: Asks, stage: Stage) -> list[Int32s]:
+        """What stands behind each prefix: the stage's tail, behind a partner if there is one."""
+        if asks.partners is None:
+            return [stage.tail] * len(asks)
+        handles = asks.partners.tolist()
+        unknown = {handle: place for place, handle in enumerate(handles) if handle not in self._partners}
+        if unknown:
+            texts = asks.arguments[1 - stage.call.anchor].take(pa.array(unknown.values(), type=pa.int64()))
+            self._partners.update(zip(unknown, self._tokenize(texts, partner=True), strict=True))
+        found = [np.concatenate([self._partners[handle].ids, stage.tail]) for handle in handles]
+        while len(self._partners) > MOST_PARTNERS:
+            self._partners.pop(next(iter(self._partners)))
+        return found
+
+    def _tokenize(self, texts: pa.Array, *, partner: bool = False) -> list[PrefixIds]:
+        started = time.perf_counter()
+        found = self.encoder.encode_partners(texts) if partner else self.encoder.encode(texts)
+        self.stats.tokenize_seconds += time.perf_counter() - started
+        return found
+
+    def _cut_for_frame(self, request: Request, own_tokens: int) -> Request:
+        """A frame stands right behind its document: a document cut for one request is a document of its
+        own.
+        """
+        document = request.document
+        if not len(request.frame) or own_tokens == len(document.ids):
+            return request
+        self._last_cut -= 1
+        cut = Document(self._last_cut, document.ids[:own_tokens], name=document.name)
+        self.scheduler.add(cut)
+        return replace(request, document=cut)
 
     def _submit(self, requests: list[Request]) -> None:
         for request in requests:
@@ -231,15 +295,14 @@ class Run:
                 first.setdefault(handle, place)
         if not first:
             return
-        started = time.perf_counter()
-        texts = asks.arguments[0].take(pa.array(list(first.values()), type=pa.int64()))
-        for (handle, place), prefix in zip(first.items(), self.encoder.encode(texts), strict=True):
+        anchor = self.stages[asks.call].call.anchor
+        texts = asks.arguments[anchor].take(pa.array(first.values(), type=pa.int64()))
+        for (handle, place), prefix in zip(first.items(), self._tokenize(texts), strict=True):
             self.scheduler.add(Document(handle, prefix.ids, name=_row_name(asks, place)))
             if prefix.num_tokens >= self.limits.context_tokens:
                 self._overlong[handle] = prefix
             self.stats.num_documents += 1
             self._num_prefix_tokens += len(prefix.ids)
-        self.stats.tokenize_seconds += time.perf_counter() - started
 
     def _fits(self, request: Request, room: int) -> bool:
         """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
@@ -252,10 +315,11 @@ class Run:
             self.stats.num_truncated += 1
             return True
         exactly = "" if overlong is None or overlong.is_exact else "more than "
-        self._fail(
+        num_question = len(request.frame) + len(request.suffix)
+        self._note_failure(
             request,
-            f"its prompt of {exactly}{num_tokens + len(request.suffix)} tokens ({exactly}{num_tokens} of "
-            f"document, {len(request.suffix)} of question) exceeds the model's context of {self.limits.context_tokens}",
+            f"its prompt of {exactly}{num_tokens + num_question} tokens ({exactly}{num_tokens} of document, "
+            f"{num_question} of question) exceeds the model's context of {self.limits.context_tokens}",
             hint="run(on_long='truncate') cuts such documents, never questions, and counts them",
         )
         return False
@@ -332,7 +396,7 @@ class Run:
 
 
 def _check_question(stage: Stage, pieces: Pieces, context_tokens: int) -> None:
-    longest = stage.longest_suffix_tokens
+    longest = stage.num_fixed_tokens
     if len(pieces.prefix) + longest >= context_tokens:
         raise PlanError(
             f"a question of {longest} tokens leaves no room for a document in the model's context of "

@@ -21,11 +21,15 @@ from quail.cost.budgets import (
     plan_memory,
 )
 from quail.cost.device import ASSUMED, rates_of
+from quail.cost.roofline import Rates, seconds
+from quail.cost.work import rows
 from quail.errors import ConfigError, PlanError
 from quail.execution.asks import Feed, RunControl
-from quail.execution.run import Limits, Model, Run, SharingRule
+from quail.execution.run import Limits, Model, Retention, Run, SharingRule
 from quail.execution.stages import Pieces
+from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
+from quail.kv.retention import RetentionPool, cap_pages
 from quail.plan.logical import AICall
 from quail.plan.prompts import PromptLayout
 from quail.planner.prefix_sharing import SharingDecision, decide
@@ -33,6 +37,8 @@ from quail.planner.prefix_sharing import SharingDecision, decide
 if TYPE_CHECKING:
     import torch
 
+    from quail.models.chat import ChatPieces
+    from quail.models.config import DecoderConfig
     from quail.models.tokenizer import Tokenizer
 
 
@@ -46,6 +52,7 @@ class Engine:
         limits: budget and context of a run.
         about: what `describe` tells.
         sharing: decides whether documents share prefixes; None never does.
+        retention: KV kept between operators and queries; None keeps none.
     """
 
     def __init__(
@@ -56,8 +63,9 @@ class Engine:
         limits: Limits,
         about: dict[str, Any],
         sharing: SharingRule | None = None,
+        retention: Retention | None = None,
     ) -> None:
-        self.sharing = sharing
+        self.sharing, self.retention = sharing, retention
         self.model, self.tokenizer, self.layout, self.limits = model, tokenizer, layout, limits
         self._about = about
         self._pieces = Pieces.of(layout, tokenizer)
@@ -84,23 +92,13 @@ class Engine:
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        device = _device(config.device)
-        dtype = _dtype(config.dtype, device)
+        device = device_of(config.device)
+        dtype = dtype_of(config.dtype, device)
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
-        layout = _layout(config, loaded.layout, loaded.chat)
+        layout = layout_of(config, loaded.layout, loaded.chat)
         decoder = Decoder(loaded.config, {name: t.to(device) for name, t in loaded.weights.items()})
         loaded.weights.clear()
-        shape = ModelShape(
-            num_layers=loaded.config.num_layers,
-            hidden_size=loaded.config.hidden_size,
-            num_heads=loaded.config.num_heads,
-            num_kv_heads=loaded.config.num_kv_heads,
-            head_dim=loaded.config.head_dim,
-            intermediate_size=loaded.config.intermediate_size,
-            context_tokens=loaded.config.context_tokens,
-            element_bytes=dtype.itemsize,
-            weight_bytes=decoder.num_weight_bytes,
-        )
+        shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
         budget = config.token_budget or DEFAULT_TOKEN_BUDGET
         # The weights are in memory already, so what is available no longer holds them.
         limit = default_limit_bytes() + shape.weight_bytes
@@ -125,8 +123,16 @@ class Engine:
             "boot_seconds": time.perf_counter() - started,
         }
         limits = Limits(budget, loaded.config.context_tokens)
-        sharing = _sharing_rule(config, shape, device, dtype)
-        return cls(PagedDecoder(decoder, arena), loaded.tokenizer, layout, limits, about, sharing)
+        rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path))
+        return cls(
+            PagedDecoder(decoder, arena),
+            loaded.tokenizer,
+            layout,
+            limits,
+            about,
+            _sharing_rule(config.prefix_sharing, shape, rates),
+            _retention(config.retention, arena.pages, shape, budget),
+        )
 
     def run(self, calls: tuple[AICall, ...], feed: Feed, control: RunControl) -> dict[str, Any]:
         """Answers until the feed is done.
@@ -143,7 +149,17 @@ class Engine:
         started = time.perf_counter()
         pages = self.model.pages
         pages.peak_used_pages = pages.num_pages - pages.num_free_pages
-        run = Run(self.model, self.tokenizer, self._pieces, self.limits, calls, feed, control, self.sharing)
+        run = Run(
+            self.model,
+            self.tokenizer,
+            self._pieces,
+            self.limits,
+            calls,
+            feed,
+            control,
+            self.sharing,
+            self.retention,
+        )
         run.run()
         stats, about = run.stats, self.describe()
         return about | {
@@ -163,7 +179,11 @@ class Engine:
                 "run": time.perf_counter() - started,
             },
             "memory": about["memory"]
-            | {"peak_kv_pages": pages.peak_used_pages, "peak_resident_bytes": _peak_resident_bytes()},
+            | {
+                "peak_kv_pages": pages.peak_used_pages,
+                "retained_kv_pages": pages.num_retained_pages,
+                "peak_resident_bytes": _peak_resident_bytes(),
+            },
         }
 
     def describe(self) -> dict[str, Any]:
@@ -175,7 +195,27 @@ class Engine:
         del self.model
 
 
-def _device(name: str) -> torch.device:
+def shape_of(config: DecoderConfig, *, element_bytes: int, weight_bytes: int) -> ModelShape:
+    """The sizes of a model that decide about memory and time."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        context_tokens=config.context_tokens,
+        element_bytes=element_bytes,
+        weight_bytes=weight_bytes,
+    )
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a configuration.
+
+    Raises:
+        ConfigError: torch finds no such device here.
+    """
     import torch
 
     if name == "auto":
@@ -190,15 +230,18 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where its products are fast: on GPUs, and on CPUs with matrix tiles; else
-    float32.
-    """
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a configuration on a device."""
     import torch
 
+    return torch.bfloat16 if dtype_name(name, device.type) == "bfloat16" else torch.float32
+
+
+def dtype_name(name: str, device_type: str) -> str:
+    """`auto` is bfloat16 where its products are fast, on GPUs and on CPUs with matrix tiles, else float32."""
     if name == "auto":
-        name = "bfloat16" if device.type != "cpu" or has_fast_bfloat16() else "float32"
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+        return "bfloat16" if device_type != "cpu" or has_fast_bfloat16() else "float32"
+    return name
 
 
 def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -221,8 +264,8 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
     """
     import torch
 
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
+    device = device_of(config.device)
+    dtype = dtype_of(config.dtype, device)
     facts = {
         "device": device.type,
         "dtype": _name(dtype) + (" (chosen)" if config.dtype == "auto" else ""),
@@ -255,7 +298,17 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layout(config: EngineConfig, default: str, chat: Any) -> PromptLayout:
+def layout_of(config: EngineConfig, default: str, chat: ChatPieces | None) -> PromptLayout:
+    """The prompt layout of a configuration.
+
+    Args:
+        config: names the layout, or leaves it to the model.
+        default: what suits the model.
+        chat: the model's chat template around a text, or None.
+
+    Raises:
+        PlanError: a chat layout of a model without a chat template.
+    """
     name = default if config.layout == "auto" else config.layout
     label = f"{config.label}\n" if config.label else ""
     if name == "completion":
@@ -268,11 +321,8 @@ def _layout(config: EngineConfig, default: str, chat: Any) -> PromptLayout:
     return PromptLayout("chat", opener=chat.opener, label=label, closer=chat.closer)
 
 
-def _sharing_rule(
-    config: EngineConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
-) -> SharingRule:
+def _sharing_rule(mode: str, shape: ModelShape, rates: Callable[[], Rates]) -> SharingRule:
     """The rule for this model and device; the device's rates are measured when they are first needed."""
-    rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path))
 
     def rule(tree: PrefixTree, lengths: Sequence[int], kept: Sequence[bool]) -> SharingDecision:
         return decide(
@@ -281,10 +331,21 @@ def _sharing_rule(
             kept,
             shape=shape,
             rates=rates() if tree.num_shared_tokens else ASSUMED,
-            mode=config.prefix_sharing,
+            mode=mode,
         )
 
     return rule
+
+
+def _retention(mode: str, pages: PageArena, shape: ModelShape, token_budget: int) -> Retention | None:
+    if mode == "off":
+        return None
+
+    def recompute_seconds(num_tokens: int) -> float:
+        return seconds(rows(num_tokens), shape, ASSUMED).total
+
+    cap = cap_pages(pages.num_pages, token_budget, pages.page_tokens)
+    return Retention(RetentionPool(pages, cap, recompute_seconds), writes_all=mode == "keep")
 
 
 def _memory_report(memory: MemoryPlan) -> dict[str, int]:

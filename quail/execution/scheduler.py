@@ -13,111 +13,19 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
-from quail.execution.chunk import BlockTable, Chunk, Segments
 from quail.execution.ledger import TokenLedger
+from quail.execution.packing import Packing, Pass
+from quail.execution.requests import NO_FRAME, Document, Failure, Int32s, Request
 from quail.kv.pages import PageArena, PageTable, pages_for
-from quail.kv.prefix_sharing import Lending, PrefixTree
-
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-
+from quail.kv.prefix_sharing import Lending
+from quail.kv.retention import SCHEDULED, UNSCHEDULED, RetentionPool
 
 MOST_SKIPPED = 256
 """Fresh documents looked at beyond those that must wait, a pass."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One suffix to run behind the first `prefix_tokens` tokens of a document.
-
-    Attributes:
-        document: whose prefix it reads.
-        stage: index of the stage it belongs to.
-        key: the caller's name for it.
-        suffix: its ids; at least one.
-        prefix_tokens: prefix tokens it reads; fewer than the document has where the context is too short for
-            both.
-        suffix_done: suffix tokens already run, where the suffix spans passes.
-        prefix_computed: prefix rows that were run on its behalf.
-        recomputed: those of them that had been run before and were lost.
-    """
-
-    document: Document
-    stage: int
-    key: int
-    suffix: Int32s
-    prefix_tokens: int
-    suffix_done: int = 0
-    prefix_computed: int = 0
-    recomputed: int = 0
-
-
-@dataclass(eq=False)
-class Document:
-    """A document in the scheduler.
-
-    Attributes:
-        handle: the caller's name for it.
-        ids: prefix ids: everything that stands before any question.
-        keep: whether its KV is worth writing: a later request may read it.
-        name: how to call it in messages.
-        parent: handle of the document whose first pages it borrows.
-        shared_tokens: tokens it borrows, whole pages.
-        lent_tokens: most tokens that a child borrows from it, whole pages.
-        num_children: documents that borrow from it.
-        table: its pages; None while it holds none.
-        computed: prefix tokens whose KV is in the table (those of the pass being packed included).
-        ever_computed: the most that was ever computed, to count what is computed again.
-        borrowed_tokens: borrowed tokens that no answered request has used yet.
-        requests: waiting requests, in order.
-    """
-
-    handle: int
-    ids: Int32s
-    keep: bool = False
-    name: str = ""
-    parent: int | None = None
-    shared_tokens: int = 0
-    lent_tokens: int = 0
-    num_children: int = 0
-    table: PageTable | None = None
-    computed: int = 0
-    ever_computed: int = 0
-    borrowed_tokens: int = 0
-    requests: deque[Request] = field(default_factory=deque)
-
-
-def in_tree_order(documents: Sequence[Document], tree: PrefixTree) -> list[Document]:
-    """Notes in fresh documents what they borrow and lend; returns them in the order of admission."""
-    for document, parent, shared in zip(documents, tree.parent, tree.shared, strict=True):
-        if parent is not None:
-            owner = documents[parent]
-            document.parent, document.shared_tokens = owner.handle, shared
-            owner.lent_tokens = max(owner.lent_tokens, shared)
-            owner.num_children += 1
-    return [documents[index] for index in tree.order]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A request that can never run, and why."""
-
-    request: Request
-    reason: str
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """One forward pass as planned: its arrays, and the request read at each of `chunk.read_rows`."""
-
-    chunk: Chunk
-    answered: tuple[Request, ...]
 
 
 class _Admission(enum.Enum):
@@ -136,16 +44,35 @@ class Scheduler:
     Args:
         pages: the arena's accounting.
         token_budget: most rows a pass.
-        longest_suffix_tokens: of all stages of the run; a suffix longer than the budget is run in pieces, its
-            KV behind the document's in the same table, and room for it is reserved when the document is
-            admitted.
+        longest_suffix_tokens: of all questions of the run; a suffix longer than the budget is run in pieces,
+            its KV behind the document's in the same table, and room for it is reserved when the document is
+            admitted. (A partner that is longer sends its anchor back to be admitted with more room.)
+        longest_frame_tokens: of all stages of the run; reserved likewise.
+        pool: retained KV; None retains nothing.
+        keeps_after_release: whether KV that was written goes to the pool when nothing of this run reads it.
+        writes_for_pool: whether the KV of documents with a single question is written too, for the pool.
     """
 
-    def __init__(self, pages: PageArena, *, token_budget: int, longest_suffix_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: PageArena,
+        *,
+        token_budget: int,
+        longest_suffix_tokens: int,
+        longest_frame_tokens: int = 0,
+        pool: RetentionPool | None = None,
+        keeps_after_release: bool = False,
+        writes_for_pool: bool = False,
+    ) -> None:
         assert token_budget > 0
         self.pages = pages
+        self.longest_frame_tokens = longest_frame_tokens
+        self.pool = pool if pool is not None else RetentionPool(pages, 0)
+        self.keeps_after_release = keeps_after_release
+        self.writes_for_pool = writes_for_pool
+        self._idle: list[Document] = []
         self.token_budget = token_budget
-        self.spanning_tokens = longest_suffix_tokens if longest_suffix_tokens > token_budget else 0
+        self.spanning_tokens = self._spanning(longest_suffix_tokens)
         self.ledger = TokenLedger()
         self.num_passes = 0
         self.num_finished = 0
@@ -171,7 +98,7 @@ class Scheduler:
         """Queues a request: at once ready if its document holds KV, else with the fresh ones."""
         document = request.document
         assert document.handle in self._documents, f"document {document.handle} is not known"
-        assert 0 <= request.prefix_tokens <= len(document.ids)
+        assert 0 <= request.prefix_tokens <= len(document.ids) + len(request.frame)
         assert len(request.suffix)
         if not document.requests:
             if document.table is None:
@@ -190,7 +117,7 @@ class Scheduler:
             if document is not None:
                 document.keep = False
                 if not document.requests:
-                    self._forget(document)
+                    self._retire(document)
 
     # -- passes
     # --------------------------------------------------------------------------------------------------
@@ -201,7 +128,8 @@ class Scheduler:
         Returns:
             A pass; a failure when the request at the head can never run; None when nothing waits.
         """
-        packing = _Packing(self.token_budget)
+        self._park_idle()
+        packing = Packing(self.token_budget)
         self._pack_ready(packing)
         short = self._pack_fresh(packing)
         if packing.num_rows:
@@ -222,13 +150,24 @@ class Scheduler:
             self.ledger.naive += prefix + suffix
             self.ledger.computed += request.prefix_computed + suffix
             reused = prefix - request.prefix_computed
-            borrowed, document.borrowed_tokens = min(document.borrowed_tokens, reused), 0
+            retained = min(document.retained_tokens, reused)
+            borrowed = min(document.borrowed_tokens, reused)
+            document.retained_tokens = document.borrowed_tokens = 0
+            self.ledger.reused_retained += retained
             self.ledger.reused_prefix += borrowed
-            self.ledger.reused_rewind += reused - borrowed
+            self.ledger.reused_rewind += reused - borrowed - retained
             self.ledger.recomputed += request.recomputed
         for document in {request.document for request in done.answered}:
             if not document.requests and not document.keep:
-                self._forget(document)
+                self._retire(document)
+            elif not document.requests:
+                self._idle.append(document)
+
+    def finish(self) -> None:
+        """The run ended well: what it still held is retained or let go."""
+        self._drop_requests()
+        for document in list(self._documents.values()):
+            self._retire(document)
 
     def fail(self, request: Request) -> None:
         """Takes out a request that will not be answered; what was run for it is wasted."""
@@ -252,32 +191,29 @@ class Scheduler:
         Args:
             lost: a pass that was packed and did not complete; its rows are wasted.
         """
-        waiting = [request for document in self._documents.values() for request in document.requests]
-        for request in waiting:
-            self.ledger.wasted += request.prefix_computed + request.suffix_done
         for request in lost.answered if lost is not None else ():
             self.ledger.wasted += request.prefix_computed + len(request.suffix)
-        self._ready.clear()
-        self._fresh.clear()
-        self.num_fresh_tokens = 0
+        self._drop_requests()
         for document in list(self._documents.values()):
-            document.requests.clear()
             self._forget(document)
 
     # -- packing
     # -------------------------------------------------------------------------------------------------
 
-    def _pack_ready(self, packing: _Packing) -> None:
+    def _pack_ready(self, packing: Packing) -> None:
         """Packs documents that hold KV; those for which no room is left keep their turn."""
         waiting: list[Document] = []
         while self._ready and packing.room:
             document = self._ready.popleft()
             self._place_requests(packing, document)
-            if document.requests:
+            if document.requests and document.table is not None:
                 waiting.append(document)
+            elif document.requests:
+                self._fresh.append(document)
+                self.num_fresh_tokens += len(document.ids)
         self._ready.extendleft(reversed(waiting))
 
-    def _pack_fresh(self, packing: _Packing) -> Document | None:
+    def _pack_fresh(self, packing: Packing) -> Document | None:
         """Admits documents in order; returns the one that lacks pages, which holds back those behind it."""
         waiting: list[Document] = []
         short: Document | None = None
@@ -297,22 +233,35 @@ class Scheduler:
         self.num_fresh_tokens += sum(len(document.ids) for document in waiting)
         return short
 
-    def _place_requests(self, packing: _Packing, document: Document) -> None:
+    def _place_requests(self, packing: Packing, document: Document) -> None:
         """Puts as many of a document's requests into the pass as fit.
 
         A suffix that spans passes is written behind the prefix, where another request of the same pass might
-        read: it is the first and the last of its document in a pass.
+        read: it is the first and the last of its document in a pass. Another frame is written over the one
+        before: its first request is the first of its document in a pass.
         """
         is_first = True
         while document.requests:
             request = document.requests[0]
             spans = len(request.suffix) > self.token_budget
-            if (spans and not is_first) or not self._place(packing, document, request):
+            if is_first and document.table is not None and self._outgrows(document.table, request):
+                self._park(document, SCHEDULED)
+                return
+            reframes = len(request.frame) > 0 and request.frame is not document.frame
+            if ((spans or reframes) and not is_first) or not self._place(packing, document, request):
                 return
             packing.read(document.requests.popleft())
             if spans:
                 return
             is_first = False
+
+    def _spanning(self, num_suffix_tokens: int) -> int:
+        """Tokens of a suffix that must be written because it does not fit one pass."""
+        return num_suffix_tokens if num_suffix_tokens > self.token_budget else 0
+
+    def _outgrows(self, table: PageTable, request: Request) -> bool:
+        spanning = self._spanning(len(request.suffix))
+        return spanning > 0 and table.capacity_tokens < request.prefix_tokens + spanning
 
     def _admit(self, document: Document, room: int) -> _Admission:
         """Opens a table if the document needs one. Without need, no KV is written."""
@@ -323,23 +272,48 @@ class Scheduler:
         capacity_tokens = self._capacity_tokens(document)
         if not capacity_tokens:
             return _Admission.ADMITTED
-        borrowed = self._lending.pages_for_child(document.parent, document.shared_tokens)
-        table = self.pages.open(document.name or document.handle, capacity_tokens, borrowed)
-        if table is None:
+        if not self._resume(document, capacity_tokens) and not self._open(document, capacity_tokens):
             return _Admission.LACKS_PAGES
-        document.table = table
-        document.computed = document.borrowed_tokens = document.shared_tokens
-        document.ever_computed = max(document.ever_computed, document.shared_tokens)
+        table = document.table
+        assert table is not None
+        document.ever_computed = max(document.ever_computed, document.computed)
         if document.num_children:
             self._lending.lend(document.handle, table, document.lent_tokens, document.num_children)
             document.num_children = 0
         self._leave_parent(document)
         return _Admission.ADMITTED
 
-    @staticmethod
-    def _rows_to_first_answer(document: Document) -> int:
+    def _resume(self, document: Document, capacity_tokens: int) -> bool:
+        """Takes the document's KV from the pool, if it is there and can grow as needed."""
+        table = self.pool.take(document.ids)
+        if table is None:
+            return False
+        missing = pages_for(capacity_tokens, self.pages.page_tokens) - len(table.pages)
+        if not self.pool.make_room(missing) or not self.pages.extend(table, capacity_tokens):
+            self.pages.close(table)
+            return False
+        document.table = table
+        document.computed = document.retained_tokens = len(document.ids)
+        return True
+
+    def _open(self, document: Document, capacity_tokens: int) -> bool:
+        """Opens a table behind the pages that the document borrows."""
+        borrowed = self._lending.pages_for_child(document.parent, document.shared_tokens)
+        missing = pages_for(capacity_tokens, self.pages.page_tokens) - len(borrowed)
+        if not self.pool.make_room(missing):
+            return False
+        document.table = self.pages.open(document.name or document.handle, capacity_tokens, borrowed)
+        document.computed = document.borrowed_tokens = document.shared_tokens
+        return document.table is not None
+
+    def _rows_to_first_answer(self, document: Document) -> int:
         request = document.requests[0]
-        return max(0, request.prefix_tokens - document.shared_tokens) + len(request.suffix)
+        there = len(document.ids) if document.ids in self.pool else document.shared_tokens
+        return max(0, request.prefix_tokens - there) + len(request.suffix)
+
+    def _is_kept(self, document: Document) -> bool:
+        """Whether all of a document's KV is written."""
+        return document.keep or self.writes_for_pool or len(document.requests) > 1
 
     def _waits_for_parent(self, document: Document) -> bool:
         """Whether the pages to borrow are still to come. A parent that will not have them is given up."""
@@ -365,19 +339,22 @@ class Scheduler:
         All of them if a later request reads it or it spans passes, else what it lends.
         """
         spans_passes = self._rows_to_first_answer(document) > self.token_budget
-        if document.keep or len(document.requests) > 1 or spans_passes:
-            return len(document.ids) + self.spanning_tokens
+        if self._is_kept(document) or spans_passes or document.ids in self.pool:
+            spanning = self._spanning(max(len(waiting.suffix) for waiting in document.requests))
+            return len(document.ids) + self.longest_frame_tokens + max(spanning, self.spanning_tokens)
         return max(document.lent_tokens if document.num_children else 0, document.shared_tokens)
 
-    def _place(self, packing: _Packing, document: Document, request: Request) -> bool:
+    def _place(self, packing: Packing, document: Document, request: Request) -> bool:
         """Puts a request into the pass; True if its answer will be read in it."""
         table = document.table
+        if len(request.frame) and request.frame is not document.frame:
+            self._set_frame(document, request.frame)
         start = min(document.computed, request.prefix_tokens)
         missing = request.prefix_tokens - start
         suffix = request.suffix[request.suffix_done :]
         if missing + len(suffix) <= packing.room:
             writes = self._run_prefix(document, request, missing)
-            ids = np.concatenate([document.ids[start : start + missing], suffix])
+            ids = np.concatenate([document.prefix(start, start + missing), suffix])
             packing.add(ids, start + request.suffix_done, table, writes=writes)
             return True
         if missing + len(suffix) <= self.token_budget or table is None or not packing.room:
@@ -385,7 +362,7 @@ class Scheduler:
         num_rows = min(packing.room, missing)
         if num_rows:
             writes = self._run_prefix(document, request, num_rows)
-            packing.add(document.ids[start : start + num_rows], start, table, writes=writes)
+            packing.add(document.prefix(start, start + num_rows), start, table, writes=writes)
         if missing == num_rows and len(suffix) > self.token_budget and packing.room:
             num_rows = min(packing.room, len(suffix) - 1)
             if not request.suffix_done:
@@ -401,13 +378,19 @@ class Scheduler:
         start, stop = document.computed, document.computed + num_rows
         request.prefix_computed += num_rows
         request.recomputed += max(0, min(stop, document.ever_computed) - start)
-        document.ever_computed = max(document.ever_computed, stop)
+        document.ever_computed = max(document.ever_computed, min(stop, len(document.ids)))
         if document.table is None or not num_rows:
             return 0
         written = max(start, min(stop, document.table.capacity_tokens))
         document.computed = written
         self._lending.computed(document.handle, written)
         return written - start
+
+    def _set_frame(self, document: Document, frame: Int32s) -> None:
+        """Puts another frame behind the document; the KV of the one before is dropped."""
+        if document.computed > len(document.ids):
+            self._make_last(document, len(document.ids))
+        document.frame = frame
 
     def _make_last(self, document: Document, num_tokens: int) -> None:
         """Drops KV behind `num_tokens`, so that a spanning suffix stands right behind them."""
@@ -421,16 +404,11 @@ class Scheduler:
     def _unblock(self, short: Document) -> Pass | Failure | None:
         """Nothing ran although a document waits for pages.
 
-        Gives up KV of idle documents, then pages that wait for children (they compute their prefix again),
-        else the document that waits.
+        Retained KV is given up already. Gives up pages that wait for children (they compute their prefix
+        again), else the document that waits.
         """
         needed = pages_for(self._capacity_tokens(short), self.pages.page_tokens)
         if needed <= self.pages.num_pages:
-            for document in self._documents.values():
-                if document.table is not None and not document.requests:
-                    self._drop_kv(document)
-                    if self._enough(short):
-                        return self.next_pass()
             while (lender := self._lending.largest_beside(short.parent)) is not None:
                 self._call_back(lender)
                 if self._enough(short):
@@ -453,81 +431,48 @@ class Scheduler:
                     document.ever_computed = max(document.ever_computed, document.shared_tokens)
                 self._leave_parent(document)
 
+    def _park_idle(self) -> None:
+        """Hands the KV of documents that no request waits for to the pool: a later operator will read it."""
+        for document in self._idle:
+            if not document.requests and document.handle in self._documents:
+                self._park(document, SCHEDULED)
+        self._idle.clear()
+
+    def _park(self, document: Document, probability: float) -> None:
+        """Moves a document's KV to the pool if all of it is there, else drops it."""
+        table = document.table
+        if table is not None and table.num_tokens >= len(document.ids):
+            table.rewind(len(document.ids))
+            self.pool.put(document.ids, table, probability)
+            document.table = None
+        self._drop_kv(document)
+
+    def _retire(self, document: Document) -> None:
+        """Forgets a document that nothing of this run reads again; its KV may serve a later query."""
+        if self.keeps_after_release:
+            self._park(document, UNSCHEDULED)
+            self.pool.expect(document.ids, UNSCHEDULED)
+        else:
+            self.pool.discard(document.ids)
+        self._forget(document)
+
+    def _drop_requests(self) -> None:
+        """Takes all waiting requests out; what was run for them is wasted."""
+        for document in self._documents.values():
+            for request in document.requests:
+                self.ledger.wasted += request.prefix_computed + request.suffix_done
+            document.requests.clear()
+        self._ready.clear()
+        self._fresh.clear()
+        self.num_fresh_tokens = 0
+
     def _drop_kv(self, document: Document) -> None:
         if document.table is not None:
             self.pages.close(document.table)
-        document.table, document.computed = None, 0
+        document.table, document.computed, document.frame = None, 0, NO_FRAME
 
     def _forget(self, document: Document) -> None:
         self._leave_parent(document)
         self._drop_kv(document)
         del self._documents[document.handle]
         self.num_finished += 1
-
-
-class _Packing:
-    """A pass while it is being filled."""
-
-    def __init__(self, token_budget: int) -> None:
-        self.room = token_budget
-        self.num_rows = 0
-        self._ids: list[Int32s] = []
-        self._starts: list[int] = []
-        self._positions: list[Int64s] = []
-        self._tables: list[PageTable] = []
-        self._table_rows: list[int] = []
-        self._paged: list[int] = []
-        self._write_rows: list[Int64s] = []
-        self._write_slots: list[Int64s] = []
-        self._read_rows: list[int] = []
-        self._requests: list[Request] = []
-
-    def add(self, ids: Int32s, position: int, table: PageTable | None, *, writes: int) -> None:
-        """Adds a segment.
-
-        Args:
-            ids: its tokens.
-            position: position of its first token in the prompt = tokens it reads from pages.
-            table: where those are, and where the first `writes` of its own go.
-            writes: leading rows whose KV is kept.
-        """
-        start = self.num_rows
-        self._ids.append(ids)
-        self._starts.append(start)
-        self._positions.append(np.arange(position, position + len(ids), dtype=np.int64))
-        if table is not None and writes:
-            self._write_rows.append(np.arange(start, start + writes, dtype=np.int64))
-            self._write_slots.append(table.append(writes))
-        self._paged.append(position)
-        self._table_rows.append(len(self._tables) if position else -1)
-        if position:
-            assert table is not None, "history without pages"
-            self._tables.append(table)
-        self.num_rows += len(ids)
-        self.room -= len(ids)
-
-    def read(self, request: Request) -> None:
-        """The answer of `request` is read at the last row so far."""
-        self._read_rows.append(self.num_rows - 1)
-        self._requests.append(request)
-
-    def finish(self) -> Pass:
-        starts = np.array(self._starts, dtype=np.int64)
-        stops = np.append(starts[1:], self.num_rows)
-        segments = Segments(
-            starts, stops, np.array(self._table_rows, dtype=np.int64), np.array(self._paged, dtype=np.int64)
-        )
-        chunk = Chunk(
-            ids=np.concatenate(self._ids),
-            positions=np.concatenate(self._positions),
-            segments=segments,
-            block_table=BlockTable.of([table.pages for table in self._tables]),
-            write_rows=_join(self._write_rows),
-            write_slots=_join(self._write_slots),
-            read_rows=np.array(self._read_rows, dtype=np.int64),
-        )
-        return Pass(chunk, tuple(self._requests))
-
-
-def _join(arrays: list[Int64s]) -> Int64s:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)

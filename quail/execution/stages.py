@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quail.errors import PlanError
 from quail.plan.logical import AICall
-from quail.plan.prompts import PromptLayout, question_and_cue
+from quail.plan.prompts import PromptLayout, frame_and_cue, question_and_cue
 
 if TYPE_CHECKING:
     from quail.models.tokenizer import Tokenizer
@@ -48,26 +48,28 @@ class Stage:
 
     Attributes:
         call: the call it serves.
-        suffixes: flat ids of what may follow a document (questions, partners, labels).
-        offsets: (n + 1,) where each suffix starts in `suffixes`.
-        readout: where the answer is read, at the last row of a suffix.
+        frame: ids between an anchor and its partners (question and partner label); empty without partners.
+        tail: ids that end every prompt: question and cue, or the cue alone behind a partner; and the closer.
+        readout: where the answer is read, at the last row of the tail.
     """
 
     call: AICall
-    suffixes: Int32s
-    offsets: Int64s
+    frame: Int32s
+    tail: Int32s
     readout: Readout
 
     def __post_init__(self) -> None:
-        assert (self.offsets[1:] > self.offsets[:-1]).all(), "a suffix without tokens leaves no row to read"
-
-    def suffix(self, index: int) -> Int32s:
-        """Ids of one suffix."""
-        return self.suffixes[self.offsets[index] : self.offsets[index + 1]]
+        assert len(self.tail), "a suffix without tokens leaves no row to read"
 
     @property
-    def longest_suffix_tokens(self) -> int:
-        return int((self.offsets[1:] - self.offsets[:-1]).max())
+    def is_join(self) -> bool:
+        """Whether each request has a partner."""
+        return self.call.prompt.num_arguments == 2
+
+    @property
+    def num_fixed_tokens(self) -> int:
+        """Tokens of every prompt beside its documents."""
+        return len(self.frame) + len(self.tail)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +97,15 @@ class Pieces:
 
 
 def compile_stage(call: AICall, pieces: Pieces, tokenizer: Tokenizer) -> Stage:
-    """The stage of a question with two answers about one document: a single suffix, two answer groups."""
-    question, cue = question_and_cue(call.prompt)
-    ids = [*_encode(tokenizer, question), *_encode(tokenizer, cue), *pieces.closer.tolist()]
-    suffix = np.array(ids, dtype=np.int32)
-    return Stage(call, suffix, np.array([0, len(suffix)], dtype=np.int64), word_readout(call, tokenizer))
+    """The stage of a question with two answers about one document, or about an anchor and a partner."""
+    if call.prompt.num_arguments == 2:
+        frame, cue = frame_and_cue(call.prompt)
+        question = ""
+    else:
+        frame, (question, cue) = "", question_and_cue(call.prompt)
+    tail = [*_encode(tokenizer, question), *_encode(tokenizer, cue), *pieces.closer.tolist()]
+    ids = np.array(_encode(tokenizer, frame), dtype=np.int32)
+    return Stage(call, ids, np.array(tail, dtype=np.int32), word_readout(call, tokenizer))
 
 
 def word_readout(call: AICall, tokenizer: Tokenizer) -> Readout:

@@ -3,9 +3,8 @@
 Two kinds of calls, merged by their log-sum-exp:
 
 * each segment against itself, causal, all segments of one length in a single call;
-* each segment that has a history against that history, without a mask, the query heads of one KV head stacked
-as
-  further query rows, so that every key is read once a group.
+* consecutive segments of one history (the partners of an anchor, the question of a document) against it,
+  without a mask, the query heads of one KV head stacked as further query rows: each key is read once a group.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def attend(
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     for length, places in segments.by_length:
         _within(q, k, v, out, lse, length, segments.q_start[places], scale)
-    for place in segments.with_history:
-        rows = slice(int(segments.q_start[place]), int(segments.q_stop[place]))
-        keys, values = history(k, v, k_pages, v_pages, segments, block_table, int(place))
+    for first, behind in segments.with_history:
+        rows = slice(int(segments.q_start[first]), int(segments.q_stop[behind - 1]))
+        keys, values = history(k, v, k_pages, v_pages, segments, block_table, first)
         far, far_lse = _against(q[rows], keys, values, scale)
         merge(out[rows], lse[rows], far, far_lse)
     return out, lse
@@ -115,7 +114,7 @@ def flash(
 def _against(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of all rows of one segment to the same keys, without a mask."""
+    """Attention of all rows of some segments to the same keys, without a mask."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     stacked = (

@@ -90,6 +90,7 @@ class PageArena:
         self._tables = [0] * num_pages
         self._holds = [0] * num_pages
         self._open: set[PageTable] = set()
+        self._retained: set[PageTable] = set()
         self.peak_used_pages = 0
 
     @property
@@ -103,8 +104,12 @@ class PageArena:
 
     @property
     def num_retained_pages(self) -> int:
-        """Distinct pages that only `hold` keeps."""
+        """Distinct pages that no open table lists: `hold` or a retained table keeps them."""
         return sum(1 for tables, holds in zip(self._tables, self._holds, strict=True) if holds and not tables)
+
+    def num_pages_held_alone(self, table: PageTable) -> int:
+        """Pages of a table that nobody else holds."""
+        return sum(1 for page in table.pages if self._tables[page] + self._holds[page] == 1)
 
     def open(self, key: Hashable, capacity_tokens: int, borrowed: Sequence[int] = ()) -> PageTable | None:
         """Opens a table with room for `capacity_tokens` tokens.
@@ -129,6 +134,42 @@ class PageArena:
         self._open.add(table)
         self.peak_used_pages = max(self.peak_used_pages, self.num_pages - len(self._free))
         return table
+
+    def extend(self, table: PageTable, capacity_tokens: int) -> bool:
+        """Makes room in a table for `capacity_tokens` tokens in all; False if pages are short."""
+        self._check_open(table)
+        num_new = pages_for(capacity_tokens, self.page_tokens) - len(table.pages)
+        if num_new > len(self._free):
+            return False
+        for _ in range(num_new):
+            page = self._free.pop()
+            self._tables[page] += 1
+            table.pages.append(page)
+        self.peak_used_pages = max(self.peak_used_pages, self.num_pages - len(self._free))
+        return True
+
+    def retain(self, table: PageTable) -> None:
+        """Sets a table aside: its pages stay, it can be neither written nor closed until `resume`."""
+        self._check_open(table)
+        self._open.remove(table)
+        self._retained.add(table)
+        for page in table.pages:
+            self._tables[page] -= 1
+            self._holds[page] += 1
+
+    def resume(self, table: PageTable) -> None:
+        """Undoes `retain`.
+
+        Raises:
+            ValueError: the table is not retained.
+        """
+        if table not in self._retained:
+            raise ValueError(f"the table of {table.key!r} is not retained")
+        self._retained.remove(table)
+        self._open.add(table)
+        for page in table.pages:
+            self._holds[page] -= 1
+            self._tables[page] += 1
 
     def trim(self, table: PageTable) -> None:
         """Gives back the reserved pages behind the last one in use."""
@@ -172,10 +213,13 @@ class PageArena:
         """
         counts = [0] * self.num_pages
         writers: dict[int, PageTable] = {}
-        for table in self._open:
+        for table in [*self._open, *self._retained]:
             assert len(set(table.pages)) == len(table.pages), f"{table.key!r} lists a page twice"
             for place, page in enumerate(table.pages):
-                counts[page] += 1
+                if table in self._open:
+                    counts[page] += 1
+                else:
+                    assert self._holds[page] > 0, f"the retained page {page} has no hold"
                 if place >= table.num_borrowed_pages:
                     assert page not in writers, (
                         f"page {page} is owned by {writers[page].key!r} and {table.key!r}"

@@ -71,6 +71,8 @@ class AICall:
         categories: the labels of CLASSIFY and PROBABILITIES, else empty.
         options: the options.
         text: the call as the user wrote it, for messages and explain.
+        anchor: over two relations the argument that stands first in the prompt and whose KV is kept; part of the
+            prompt, since swapped sides answer differently.
     """
 
     index: int
@@ -79,3 +81,4 @@ class AICall:
     categories: tuple[Category, ...] = ()
     options: CallOptions = CallOptions()
     text: str = ""
+    anchor: int = 0

@@ -3,6 +3,9 @@
     [opener][label][document][question][cue][closer]
     '------- prefix --------''------- suffix -------'
 
+    [opener][label][anchor][frame: question and partner label][partner][cue][closer]
+    '------------ prefix, once an anchor -------------------''------ suffix ------'
+
 Each piece is tokenized on its own and the ids are concatenated, so a document's ids, and with them its KV,
 never depend on the question. Opener and closer come from the model's chat template (`chat`) or are empty
 (`completion`).
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from quail.plan.logical import Prompt
 
 DOCUMENT_LABEL = "DOCUMENT:\n"
+PARTNER_LABEL = "SECOND DOCUMENT"
 ANSWER_CUE = "\nANSWER:"
 
 _SENTENCE_ENDS = ".?!。？！"
@@ -41,8 +45,8 @@ class PromptLayout:
 def ends_sentence(text: str) -> bool:
     """Whether a text, stripped, ends a sentence, so that the answer needs a cue of its own.
 
-    >>> ends_sentence('Is it good?'), ends_sentence('He said "no."'), ends_sentence("Sentiment:"),
-    ends_sentence("") (True, True, False, True)
+    >>> [ends_sentence(text) for text in ("Is it good?", 'He said "no."', "Sentiment:", "")]
+    [True, True, False, True]
     """
     bare = text.strip().rstrip(_CLOSING)
     return not text.strip() or bool(bare) and bare[-1] in _SENTENCE_ENDS
@@ -65,3 +69,17 @@ def question_and_cue(prompt: Prompt) -> tuple[str, str]:
     after = "".join(str(part) for part in prompt.parts[place + 1 :])
     question = (f"\n\n{before}" if before else "") + after
     return question, ANSWER_CUE if ends_sentence(question) else ""
+
+
+def frame_and_cue(prompt: Prompt, anchor: int = 0) -> tuple[str, str]:
+    """The texts between anchor and partner, and behind the partner, of a prompt over two relations.
+
+    The template stands as written, each placeholder replaced by the label of its text.
+
+    >>> frame_and_cue(Prompt(("Does ", 0, " contradict ", 1, "?")))
+    ('\\n\\nDoes DOCUMENT contradict SECOND DOCUMENT?\\n\\nSECOND DOCUMENT:\\n', '\\nANSWER:')
+    """
+    assert prompt.num_arguments == 2, "a prompt over one relation has no partner"
+    names = {anchor: DOCUMENT_LABEL.rstrip(":\n"), 1 - anchor: PARTNER_LABEL}
+    question = "".join(part if isinstance(part, str) else names[part] for part in prompt.parts).strip()
+    return f"\n\n{question}\n\n{PARTNER_LABEL}:\n", ANSWER_CUE

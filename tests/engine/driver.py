@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quail.execution.scheduler import Document, Failure, Request, Scheduler, in_tree_order
+from quail.execution.requests import Document, Failure, Request, in_tree_order
+from quail.execution.scheduler import Scheduler
 from quail.kv.pages import PageArena, pages_for
 from quail.kv.prefix_sharing import PrefixTree
 from tests.engine.hash_model import HashModel, state_of

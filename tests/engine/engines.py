@@ -9,10 +9,11 @@ import torch
 
 from quail.execution.asks import RunControl
 from quail.execution.chunk import BlockTable, Chunk, Segments
-from quail.execution.run import Limits, Run
+from quail.execution.run import Limits, Retention, Run
 from quail.execution.stages import Pieces, compile_stage
 from quail.kernels import reference
 from quail.kv.arena import KVArena
+from quail.kv.retention import RetentionPool
 from quail.models.decoder import Decoder, PagedDecoder
 from quail.models.loader import LoadedModel, load_model
 from quail.plan.prompts import PromptLayout
@@ -25,9 +26,12 @@ class RecordingRun(Run):
         super().__init__(*args)
         self.logits: dict[tuple[int, int], np.ndarray] = {}
 
+    def name_of(self, request) -> tuple[int, int]:
+        return (request.key, request.stage)
+
     def _hand_over(self, answered, answers) -> None:
         for request, answer in zip(answered, answers, strict=True):
-            pair = (request.document.handle, request.stage)
+            pair = self.name_of(request)
             assert pair not in self.logits
             self.logits[pair] = answer
         self.model.pages.check_integrity()
@@ -68,14 +72,28 @@ class TinyEngine:
             device=decoder.device,
         )
 
-    def run(self, calls, feed, *, budget=512, pages=500, control=None) -> RecordingRun:
+    def run(
+        self, calls, feed, *, budget=512, pages=500, control=None, sharing=None, retain=False, pool_pages=None
+    ) -> RecordingRun:
         model = PagedDecoder(self.decoder, self.arena(pages))
         limits = Limits(budget, self.context_tokens)
-        run = RecordingRun(model, self.tokenizer, self.pieces, limits, calls, feed, control or RunControl())
+        retention = Retention(RetentionPool(model.pages, pages if pool_pages is None else pool_pages))
+        run = RecordingRun(
+            model,
+            self.tokenizer,
+            self.pieces,
+            limits,
+            calls,
+            feed,
+            control or RunControl(),
+            sharing,
+            retention if retain else None,
+        )
         try:
             run.run()
         finally:
             model.pages.check_integrity()
+            retention.pool.clear()
             assert model.pages.num_free_pages == model.pages.num_pages, "pages are missing after the run"
         return run
 
@@ -83,14 +101,15 @@ class TinyEngine:
         ids, _ = self.tokenizer.encode_plain([text])
         return np.concatenate([self.pieces.prefix, ids])
 
-    def prompt(self, call, text: str) -> np.ndarray:
+    def prompt(self, call, text: str, partner: str | None = None) -> np.ndarray:
         stage = compile_stage(call, self.pieces, self.tokenizer)
-        return np.concatenate([self.prefix(text), stage.suffix(0)])
+        behind, _ = self.tokenizer.encode_plain([partner or ""])
+        return np.concatenate([self.prefix(text), stage.frame, behind, stage.tail])
 
-    def oracle_answer(self, call, text: str) -> np.ndarray:
+    def oracle_answer(self, call, text: str, partner: str | None = None) -> np.ndarray:
         """Answer logits of one prompt run whole and alone."""
         stage = compile_stage(call, self.pieces, self.tokenizer)
-        ids = self.prompt(call, text)
+        ids = self.prompt(call, text, partner)
         chunk = Chunk(
             ids=ids.astype(np.int32),
             positions=np.arange(len(ids)),

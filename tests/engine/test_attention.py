@@ -80,6 +80,21 @@ def test_fast_attention_equals_the_plain_one(segments, shape, seed, scattered):
     torch.testing.assert_close(found_lse, expected_lse, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+def test_partners_of_one_anchor_share_a_call(scattered):
+    lengths, paged = [9, 3, 5, 5, 1, 7], [0, 77, 77, 77, 40, 40]
+    case = make_case(
+        lengths, paged, [False] * 6, heads=9, kv_heads=3, head_dim=16, seed=5, scattered=scattered
+    )
+    *tensors, segments, block_table = case
+    segments.table_row[:] = [-1, 1, 1, 1, 4, 1]
+    assert segments.with_history == ((1, 4), (4, 5), (5, 6))
+    expected, expected_lse = reference.attend(*tensors, segments, block_table, scale=0.25)
+    found, found_lse = attention.attend(*tensors, segments, block_table, scale=0.25)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found_lse, expected_lse, atol=2e-5, rtol=1e-5)
+
+
 def test_equal_lengths_share_a_call_and_stay_apart():
     case = make_case(
         [7] * 12, [0] * 12, [False] * 12, heads=4, kv_heads=2, head_dim=16, seed=1, scattered=False

@@ -1,4 +1,4 @@
-"""The default model: the same answers as transformers on real reviews, in float32 and within bfloat16's rounding."""
+"""The default model answers real reviews as transformers does, in float32 and within bfloat16's rounding."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quail.execution.scheduler import Document, in_tree_order
+from quail.execution.requests import Document, in_tree_order
 from quail.kv.prefix_sharing import PrefixTree
 from tests.engine.driver import Driver, ids_of, smallest_arena
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quail.execution.scheduler import Document, Request, Scheduler
+from quail.execution.requests import Document, Request
+from quail.execution.scheduler import Scheduler
 from quail.kv.pages import PageArena
+from quail.kv.retention import RetentionPool
 from tests.engine.driver import Driver, ids_of, smallest_arena
+from tests.engine.hash_model import HashModel, state_of
 
 
 @pytest.mark.parametrize("num_questions", [1, 2, 3])
@@ -106,7 +109,8 @@ def test_an_item_larger_than_the_arena_fails_alone():
 def test_idle_kv_gives_way_and_is_computed_again():
     rng = np.random.default_rng(4)
     arena = PageArena(4)
-    scheduler = Scheduler(arena, token_budget=64, longest_suffix_tokens=2)
+    pool = RetentionPool(arena, cap_pages=4)
+    scheduler = Scheduler(arena, token_budget=64, longest_suffix_tokens=2, pool=pool)
     suffix = ids_of(rng, 2)
     documents = [Document(i, ids_of(rng, 40), keep=True) for i in range(3)]
     for document in documents:
@@ -117,7 +121,7 @@ def test_idle_kv_gives_way_and_is_computed_again():
         scheduler.complete(planned)
         arena.check_integrity()
     assert scheduler.next_pass() is None
-    assert [d.table is not None for d in documents] == [False, False, True]
+    assert [d.ids in pool for d in documents] == [False, False, True]
     scheduler.submit(Request(documents[0], 1, 0, suffix, 40))
     scheduler.complete(scheduler.next_pass())
     assert scheduler.ledger.recomputed == 40
@@ -157,22 +161,21 @@ def test_pages_are_back_after_an_interruption_at_any_step():
 def test_a_shorter_prefix_reads_the_same_pages():
     rng = np.random.default_rng(6)
     arena = PageArena(10)
-    scheduler = Scheduler(arena, token_budget=16, longest_suffix_tokens=20)
+    pool = RetentionPool(arena, cap_pages=10)
+    scheduler = Scheduler(arena, token_budget=16, longest_suffix_tokens=20, pool=pool)
     document = Document(0, ids_of(rng, 50), keep=True)
     scheduler.add(document)
-    from tests.engine.hash_model import HashModel, state_of
-
     model = HashModel(10)
     for stage, (prefix, length) in enumerate([(50, 5), (37, 20), (50, 4), (10, 3)]):
-        suffix = ids_of(rng, length)
-        scheduler.submit(Request(document, stage, 0, suffix, prefix))
-        answer = None
-        while (planned := scheduler.next_pass()) is not None:
-            states = model.forward(planned.chunk)
-            scheduler.complete(planned)
-            if planned.answered:
-                (answer,) = states.tolist()
-        assert answer == state_of(np.concatenate([document.ids[:prefix], suffix]))
+        scheduler.submit(Request(document, stage, 0, ids_of(rng, length), prefix))
+    num_answers = 0
+    while (planned := scheduler.next_pass()) is not None:
+        states = model.forward(planned.chunk)
+        scheduler.complete(planned)
+        for request, state in zip(planned.answered, states.tolist(), strict=True):
+            assert state == state_of(np.concatenate([document.ids[: request.prefix_tokens], request.suffix]))
+            num_answers += 1
+    assert num_answers == 4
     scheduler.ledger.check()
     assert scheduler.ledger.recomputed == 13
     scheduler.release([0])
