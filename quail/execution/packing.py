@@ -17,10 +17,17 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One forward pass as planned: its arrays, and the request read at each of `chunk.read_rows`."""
+    """One forward pass as planned.
+
+    Attributes:
+        chunk: its arrays.
+        answered: the requests that are answered by it.
+        first_reads: for each of them the place in `chunk.read_rows` of its suffix; its branches follow.
+    """
 
     chunk: Chunk
     answered: tuple[Request, ...]
+    first_reads: tuple[int, ...]
 
 
 class Packing:
@@ -40,9 +47,11 @@ class Packing:
         self._write_slots: list[Int64s] = []
         self._read_rows: list[int] = []
         self._requests: list[Request] = []
+        self._first_reads: list[int] = []
+        self._context: list[tuple[tuple[int, int], ...]] = []
 
     def add(self, ids: Int32s, position: int, table: PageTable | None, *, writes: int) -> None:
-        """Adds a segment.
+        """Adds a segment behind paged tokens.
 
         Args:
             ids: its tokens.
@@ -51,14 +60,20 @@ class Packing:
             writes: leading rows whose KV is kept.
         """
         start = self.num_rows
-        self._ids.append(ids)
-        self._starts.append(start)
-        self._positions.append(np.arange(position, position + len(ids), dtype=np.int64))
         if table is not None and writes:
             self._write_rows.append(np.arange(start, start + writes, dtype=np.int64))
             self._write_slots.append(table.append(writes))
-        self._paged.append(position)
-        self._table_rows.append(self._table_row(table) if position else -1)
+        self._append(ids, position, self._table_row(table) if position else -1, position, ())
+
+    def _append(
+        self, ids: Int32s, position: int, table_row: int, paged: int, context: tuple[tuple[int, int], ...]
+    ) -> None:
+        self._ids.append(ids)
+        self._starts.append(self.num_rows)
+        self._positions.append(np.arange(position, position + len(ids), dtype=np.int64))
+        self._paged.append(paged)
+        self._table_rows.append(table_row)
+        self._context.append(context)
         self.num_rows += len(ids)
         self.room -= len(ids)
 
@@ -70,15 +85,32 @@ class Packing:
         return row
 
     def read(self, request: Request) -> None:
-        """The answer of `request` is read at the last row so far."""
-        self._read_rows.append(self.num_rows - 1)
+        """The answer of `request` is read at the last row so far, and behind each of its branches."""
         self._requests.append(request)
+        self._first_reads.append(len(self._read_rows))
+        self._read_rows.append(self.num_rows - 1)
+        if not request.branches:
+            return
+        trunk = ((self._starts[-1], self.num_rows),)
+        table_row, paged = self._table_rows[-1], self._paged[-1]
+        contexts: list[tuple[tuple[int, int], ...]] = []
+        for branch in request.branches:
+            context = contexts[branch.parent] if branch.parent >= 0 else trunk
+            start = self.num_rows
+            position = paged + sum(stop - first for first, stop in context)
+            self._append(branch.ids, position, table_row, paged, context)
+            contexts.append((*context, (start, self.num_rows)))
+            self._read_rows.append(self.num_rows - 1)
 
     def finish(self) -> Pass:
         starts = np.array(self._starts, dtype=np.int64)
         stops = np.append(starts[1:], self.num_rows)
         segments = Segments(
-            starts, stops, np.array(self._table_rows, dtype=np.int64), np.array(self._paged, dtype=np.int64)
+            starts,
+            stops,
+            np.array(self._table_rows, dtype=np.int64),
+            np.array(self._paged, dtype=np.int64),
+            tuple(self._context) if any(self._context) else (),
         )
         chunk = Chunk(
             ids=np.concatenate(self._ids),
@@ -89,7 +121,7 @@ class Packing:
             write_slots=_join(self._write_slots),
             read_rows=np.array(self._read_rows, dtype=np.int64),
         )
-        return Pass(chunk, tuple(self._requests))
+        return Pass(chunk, tuple(self._requests), tuple(self._first_reads))
 
 
 def _join(arrays: list[Int64s]) -> Int64s:

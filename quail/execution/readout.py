@@ -24,17 +24,32 @@ def values_of(call: AICall, logits: npt.NDArray[np.float32] | None) -> pa.Array:
 
     Args:
         call: what was asked.
-        logits: (n, answers) float32, finite, the answer that means TRUE first; None for a single NULL.
+        logits: float32, finite: (n, 2) logits of two answers, the one that means TRUE first, or (n, labels)
+            log-probabilities; None for a single NULL.
 
     Returns:
         (n,) values. AI.IF is TRUE where the first logit is greater, in float32; a tie is FALSE. AI.SCORE is
-        the softmax of the two.
+        the softmax of the two. AI.CLASSIFY is the most probable label, of equals the earlier.
     """
     if logits is None:
         return pa.nulls(1, value_type(call))
     assert logits.dtype == np.float32
-    margin = logits[:, 0] - logits[:, 1]
     if call.operator is Operator.IF:
         return pa.array(logits[:, 0] > logits[:, 1])
-    assert call.operator is Operator.SCORE, f"{call.operator} is not read from two answers"
-    return pa.array(1.0 / (1.0 + np.exp(-margin.astype(np.float64))))
+    if call.operator is Operator.SCORE:
+        margin = (logits[:, 0] - logits[:, 1]).astype(np.float64)
+        return pa.array(1.0 / (1.0 + np.exp(-margin)))
+    labels = pa.array([category.label for category in call.categories])
+    if call.operator is Operator.CLASSIFY:
+        return labels.take(pa.array(logits.argmax(axis=1)))
+    return _probabilities(labels, logits)
+
+
+def _probabilities(labels: pa.Array, logits: npt.NDArray[np.float32]) -> pa.Array:
+    """(n,) maps from label to probability, each summing to 1."""
+    num_rows, num_labels = logits.shape
+    raw = np.exp(logits.astype(np.float64))
+    shares = raw / raw.sum(axis=1, keepdims=True)
+    keys = labels.take(pa.array(np.tile(np.arange(num_labels), num_rows)))
+    offsets = pa.array(np.arange(0, (num_rows + 1) * num_labels, num_labels, dtype=np.int32))
+    return pa.MapArray.from_arrays(offsets, keys, pa.array(shares.ravel()))

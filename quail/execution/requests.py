@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from quail.execution.label_tree import Branch
 from quail.kv.pages import PageTable
 from quail.kv.prefix_sharing import PrefixTree
 
@@ -31,6 +32,7 @@ class Request:
             both.
         frame: ids that stand between document and suffix, the same for all partners of a join; part of the
             prefix.
+        branches: what runs behind the suffix, to be read too; all in one pass.
         suffix_done: suffix tokens already run, where the suffix spans passes.
         prefix_computed: prefix rows that were run on its behalf.
         recomputed: those of them that had been run before and were lost.
@@ -42,9 +44,15 @@ class Request:
     suffix: Int32s
     prefix_tokens: int
     frame: Int32s = field(default_factory=lambda: NO_FRAME)
+    branches: tuple[Branch, ...] = ()
     suffix_done: int = 0
     prefix_computed: int = 0
     recomputed: int = 0
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Rows beside the prefix."""
+        return len(self.suffix) + sum(len(branch.ids) for branch in self.branches)
 
 
 @dataclass(eq=False)

@@ -127,12 +127,12 @@ class Run:
         self.model, self.feed, self.control, self.limits = model, feed, control, limits
         self.stages = [compile_stage(call, pieces, tokenizer) for call in calls]
         for stage in self.stages:
-            _check_question(stage, pieces, limits.context_tokens)
+            _check_question(stage, pieces, limits)
         self.encoder = DocumentEncoder(tokenizer, pieces, limits.context_tokens)
         self.scheduler = Scheduler(
             model.pages,
             token_budget=limits.token_budget,
-            longest_suffix_tokens=max((len(stage.tail) for stage in self.stages), default=0),
+            longest_suffix_tokens=max((stage.num_own_tokens for stage in self.stages), default=0),
             longest_frame_tokens=max((len(stage.frame) for stage in self.stages), default=0),
             pool=retention.pool if retention is not None else None,
             keeps_after_release=retention is not None,
@@ -243,10 +243,20 @@ class Run:
             document = self.scheduler.document(handle)
             assert document is not None
             document.keep = follows[place]
-            room = self.limits.context_tokens - len(stage.frame) - len(suffixes[place])
+            room = (
+                self.limits.context_tokens - stage.num_fixed_tokens - len(suffixes[place]) + len(stage.tail)
+            )
             own_tokens = min(len(document.ids), max(0, room))
             prefix_tokens = own_tokens + len(stage.frame)
-            request = Request(document, asks.call, keys[place], suffixes[place], prefix_tokens, stage.frame)
+            request = Request(
+                document,
+                asks.call,
+                keys[place],
+                suffixes[place],
+                prefix_tokens,
+                stage.frame,
+                stage.branches,
+            )
             if self._fits(request, room):
                 found.append(self._cut_for_frame(request, own_tokens))
         return found
@@ -315,7 +325,7 @@ class Run:
             self.stats.num_truncated += 1
             return True
         exactly = "" if overlong is None or overlong.is_exact else "more than "
-        num_question = len(request.frame) + len(request.suffix)
+        num_question = len(request.frame) + request.num_own_tokens
         self._note_failure(
             request,
             f"its prompt of {exactly}{num_tokens + num_question} tokens ({exactly}{num_tokens} of document, "
@@ -332,10 +342,14 @@ class Run:
         started = time.perf_counter()
         states = self.model.forward(planned.chunk)
         found: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)] * len(planned.answered)
+        first_reads = np.array(planned.first_reads, dtype=np.int64)
         for index in {request.stage for request in planned.answered}:
             places = [place for place, request in enumerate(planned.answered) if request.stage == index]
             readout = self.stages[index].readout
-            logits = self.model.logits(states, np.array(places, dtype=np.int64), readout.vocab_ids)
+            logits = [
+                self.model.logits(states, first_reads[places] + node, vocab_ids)
+                for node, vocab_ids in enumerate(readout.wanted)
+            ]
             for place, answer in zip(places, readout.answers(logits), strict=True):
                 found[place] = answer
         self.stats.forward_seconds += time.perf_counter() - started
@@ -395,13 +409,19 @@ class Run:
             )
 
 
-def _check_question(stage: Stage, pieces: Pieces, context_tokens: int) -> None:
-    longest = stage.num_fixed_tokens
-    if len(pieces.prefix) + longest >= context_tokens:
+def _check_question(stage: Stage, pieces: Pieces, limits: Limits) -> None:
+    num_fixed, num_branch = stage.num_fixed_tokens, stage.num_own_tokens - len(stage.tail)
+    if len(pieces.prefix) + num_fixed >= limits.context_tokens:
         raise PlanError(
-            f"a question of {longest} tokens leaves no room for a document in the model's context of "
-            f"{context_tokens} tokens: {stage.call.text}",
+            f"a question of {num_fixed} tokens leaves no room for a document in the model's context of "
+            f"{limits.context_tokens} tokens: {stage.call.text}",
             hint="shorten the question; questions are never cut",
+        )
+    if num_branch >= limits.token_budget:
+        raise PlanError(
+            f"its {len(stage.call.categories)} labels take {num_branch} tokens in one pass, the token budget "
+            f"is {limits.token_budget}: {stage.call.text}",
+            hint=f"set token_budget to at least {num_branch + 1}, or shorten the labels",
         )
 
 

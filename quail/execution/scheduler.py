@@ -146,7 +146,7 @@ class Scheduler:
             document = request.document
             if document.table is not None and request.suffix_done:
                 document.table.rewind(request.prefix_tokens)
-            prefix, suffix = request.prefix_tokens, len(request.suffix)
+            prefix, suffix = request.prefix_tokens, request.num_own_tokens
             self.ledger.naive += prefix + suffix
             self.ledger.computed += request.prefix_computed + suffix
             reused = prefix - request.prefix_computed
@@ -192,7 +192,7 @@ class Scheduler:
             lost: a pass that was packed and did not complete; its rows are wasted.
         """
         for request in lost.answered if lost is not None else ():
-            self.ledger.wasted += request.prefix_computed + len(request.suffix)
+            self.ledger.wasted += request.prefix_computed + request.num_own_tokens
         self._drop_requests()
         for document in list(self._documents.values()):
             self._forget(document)
@@ -243,7 +243,7 @@ class Scheduler:
         is_first = True
         while document.requests:
             request = document.requests[0]
-            spans = len(request.suffix) > self.token_budget
+            spans = request.num_own_tokens > self.token_budget
             if is_first and document.table is not None and self._outgrows(document.table, request):
                 self._park(document, SCHEDULED)
                 return
@@ -260,7 +260,7 @@ class Scheduler:
         return num_suffix_tokens if num_suffix_tokens > self.token_budget else 0
 
     def _outgrows(self, table: PageTable, request: Request) -> bool:
-        spanning = self._spanning(len(request.suffix))
+        spanning = self._spanning(request.num_own_tokens)
         return spanning > 0 and table.capacity_tokens < request.prefix_tokens + spanning
 
     def _admit(self, document: Document, room: int) -> _Admission:
@@ -309,7 +309,7 @@ class Scheduler:
     def _rows_to_first_answer(self, document: Document) -> int:
         request = document.requests[0]
         there = len(document.ids) if document.ids in self.pool else document.shared_tokens
-        return max(0, request.prefix_tokens - there) + len(request.suffix)
+        return max(0, request.prefix_tokens - there) + request.num_own_tokens
 
     def _is_kept(self, document: Document) -> bool:
         """Whether all of a document's KV is written."""
@@ -340,7 +340,7 @@ class Scheduler:
         """
         spans_passes = self._rows_to_first_answer(document) > self.token_budget
         if self._is_kept(document) or spans_passes or document.ids in self.pool:
-            spanning = self._spanning(max(len(waiting.suffix) for waiting in document.requests))
+            spanning = self._spanning(max(waiting.num_own_tokens for waiting in document.requests))
             return len(document.ids) + self.longest_frame_tokens + max(spanning, self.spanning_tokens)
         return max(document.lent_tokens if document.num_children else 0, document.shared_tokens)
 
@@ -352,18 +352,19 @@ class Scheduler:
         start = min(document.computed, request.prefix_tokens)
         missing = request.prefix_tokens - start
         suffix = request.suffix[request.suffix_done :]
-        if missing + len(suffix) <= packing.room:
+        num_own = request.num_own_tokens - request.suffix_done
+        if missing + num_own <= packing.room:
             writes = self._run_prefix(document, request, missing)
             ids = np.concatenate([document.prefix(start, start + missing), suffix])
             packing.add(ids, start + request.suffix_done, table, writes=writes)
             return True
-        if missing + len(suffix) <= self.token_budget or table is None or not packing.room:
+        if missing + num_own <= self.token_budget or table is None or not packing.room:
             return False
         num_rows = min(packing.room, missing)
         if num_rows:
             writes = self._run_prefix(document, request, num_rows)
             packing.add(document.prefix(start, start + num_rows), start, table, writes=writes)
-        if missing == num_rows and len(suffix) > self.token_budget and packing.room:
+        if missing == num_rows and num_own > self.token_budget and packing.room:
             num_rows = min(packing.room, len(suffix) - 1)
             if not request.suffix_done:
                 self._make_last(document, request.prefix_tokens)

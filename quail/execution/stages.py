@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quail.errors import PlanError
+from quail.execution.label_tree import Branch, LabelTree
 from quail.plan.logical import AICall
 from quail.plan.prompts import PromptLayout, frame_and_cue, question_and_cue
 
@@ -17,29 +19,50 @@ if TYPE_CHECKING:
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class Readout:
-    """Where an answer is read: the logits of some vocabulary rows, the greatest of each group.
+class WordReadout:
+    """Two answers, read from the logits at the question's last row: the greatest of each answer's spellings.
 
     Attributes:
         vocab_ids: (n,) vocabulary rows to compute.
-        groups: (n,) group of each row, 0 … num_groups - 1, ascending.
+        groups: (n,) answer of each row, 0 or 1, ascending.
     """
 
     vocab_ids: Int64s
     groups: Int64s
 
     @property
-    def num_groups(self) -> int:
-        return int(self.groups[-1]) + 1
+    def wanted(self) -> tuple[Int64s, ...]:
+        """The vocabulary rows wanted at each row that is read."""
+        return (self.vocab_ids,)
 
-    def answers(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """(r, n) logits to (r, num_groups): the greatest of each group; NaN stays NaN."""
-        starts = np.searchsorted(self.groups, np.arange(self.num_groups))
-        found: npt.NDArray[np.float32] = np.maximum.reduceat(logits, starts, axis=1)
+    def answers(self, logits: Sequence[Float32s]) -> Float32s:
+        """One (r, n) array of logits to (r, 2): the greatest of each answer; NaN stays NaN."""
+        starts = np.searchsorted(self.groups, np.arange(int(self.groups[-1]) + 1))
+        found: Float32s = np.maximum.reduceat(logits[0], starts, axis=1)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class LabelReadout:
+    """Log-probabilities of labels, read at the question's last row and behind the tree's branches."""
+
+    tree: LabelTree
+
+    @property
+    def wanted(self) -> tuple[Int64s, ...]:
+        """The vocabulary rows wanted at each row that is read."""
+        return self.tree.children
+
+    def answers(self, logits: Sequence[Float32s]) -> Float32s:
+        """(r, children) logits of each node to (r, labels) log-probabilities."""
+        return self.tree.log_probabilities(logits)
+
+
+Readout = WordReadout | LabelReadout
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +73,7 @@ class Stage:
         call: the call it serves.
         frame: ids between an anchor and its partners (question and partner label); empty without partners.
         tail: ids that end every prompt: question and cue, or the cue alone behind a partner; and the closer.
-        readout: where the answer is read, at the last row of the tail.
+        readout: where and how the answer is read.
     """
 
     call: AICall
@@ -67,9 +90,19 @@ class Stage:
         return self.call.prompt.num_arguments == 2
 
     @property
+    def branches(self) -> tuple[Branch, ...]:
+        """What runs behind the tail."""
+        return self.readout.tree.branches if isinstance(self.readout, LabelReadout) else ()
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens of a question: tail and branches."""
+        return len(self.tail) + sum(len(branch.ids) for branch in self.branches)
+
+    @property
     def num_fixed_tokens(self) -> int:
         """Tokens of every prompt beside its documents."""
-        return len(self.frame) + len(self.tail)
+        return len(self.frame) + self.num_own_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,18 +130,56 @@ class Pieces:
 
 
 def compile_stage(call: AICall, pieces: Pieces, tokenizer: Tokenizer) -> Stage:
-    """The stage of a question with two answers about one document, or about an anchor and a partner."""
+    """The stage of a question about one document, or about an anchor and a partner.
+
+    Raises:
+        PlanError: answers or labels that this model's tokens cannot tell apart.
+    """
     if call.prompt.num_arguments == 2:
-        frame, cue = frame_and_cue(call.prompt)
+        frame, cue = frame_and_cue(call.prompt, call.anchor)
         question = ""
     else:
         frame, (question, cue) = "", question_and_cue(call.prompt)
     tail = [*_encode(tokenizer, question), *_encode(tokenizer, cue), *pieces.closer.tolist()]
+    if call.categories:
+        asked = cue or question
+        spaced = not len(pieces.closer) and asked[-1:].strip() != ""
+        readout: Readout = label_readout(call, pieces, tokenizer, is_spaced=spaced)
+    else:
+        readout = word_readout(call, tokenizer)
     ids = np.array(_encode(tokenizer, frame), dtype=np.int32)
-    return Stage(call, ids, np.array(tail, dtype=np.int32), word_readout(call, tokenizer))
+    return Stage(call, ids, np.array(tail, dtype=np.int32), readout)
 
 
-def word_readout(call: AICall, tokenizer: Tokenizer) -> Readout:
+def label_readout(call: AICall, pieces: Pieces, tokenizer: Tokenizer, *, is_spaced: bool) -> LabelReadout:
+    """Scores the labels of a call as what follows the question.
+
+    Args:
+        call: the call.
+        pieces: of the layout; behind a closer a label ends with the turn, else with the line.
+        tokenizer: of the model.
+        is_spaced: whether a space stands between question and label.
+
+    Raises:
+        PlanError: two labels of the same tokens.
+    """
+    spelled = [f" {c.label}" if is_spaced else c.label for c in call.categories]
+    ids = [tuple(_encode(tokenizer, text)) for text in spelled]
+    seen: dict[tuple[int, ...], str] = {}
+    for category, tokens in zip(call.categories, ids, strict=True):
+        other = seen.setdefault(tokens, category.label)
+        if not tokens or other is not category.label:
+            raise PlanError(
+                f"the category {category.label!r} "
+                + ("has no tokens" if not tokens else f"has the same tokens as {other!r}")
+                + " for this model",
+                hint="choose other labels",
+            )
+    end = int(pieces.closer[0]) if len(pieces.closer) else _encode(tokenizer, "\n")[0]
+    return LabelReadout(LabelTree.build(ids, end))
+
+
+def word_readout(call: AICall, tokenizer: Tokenizer) -> WordReadout:
     """Reads the two answer words of a call: the first token of each, written with and without a leading
     space.
 
@@ -128,7 +199,7 @@ def word_readout(call: AICall, tokenizer: Tokenizer) -> Readout:
             f"same token for this model, so its next-token logits cannot tell them apart",
             hint="choose answer words that begin differently, e.g. answers := ['positive', 'negative']",
         )
-    return Readout(
+    return WordReadout(
         np.array([*groups[0], *groups[1]], dtype=np.int64),
         np.array([0] * len(groups[0]) + [1] * len(groups[1]), dtype=np.int64),
     )

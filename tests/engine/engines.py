@@ -121,7 +121,7 @@ class TinyEngine:
         )
         states = self.oracle.forward(chunk, self.arena(0, self.oracle))
         logits = self.oracle.head(states, stage.readout.vocab_ids).numpy()
-        return stage.readout.answers(logits)[0]
+        return stage.readout.answers([logits])[0]
 
 
 def assert_equal_answers(

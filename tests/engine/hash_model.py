@@ -42,7 +42,7 @@ class HashModel:
     def forward(self, chunk: Chunk) -> np.ndarray:
         segments = chunk.segments
         writes = dict(zip(chunk.write_rows.tolist(), chunk.write_slots.tolist(), strict=True))
-        states = np.zeros(len(chunk), dtype=np.int64)
+        states = self.states = np.zeros(len(chunk), dtype=np.int64)
         pending = list(range(len(segments)))
         # As in a real layer, everything is written before anything is read: run until all segments found
         # their past.
@@ -71,8 +71,9 @@ class HashModel:
         expected = np.arange(first, first + int(segments.q_stop[place] - segments.q_start[place]))
         if not np.array_equal(chunk.positions[segments.q_start[place] : segments.q_stop[place]], expected):
             raise WrongRead("positions of a segment do not run on")
-        if first != paged:
-            raise WrongRead(f"a segment at position {first} reads {paged} paged tokens")
+        ranges = segments.context_of(place)
+        if first != paged + sum(stop - start for start, stop in ranges):
+            raise WrongRead(f"a segment at position {first} reads {paged} paged tokens and {ranges}")
         state = SEED
         if paged:
             pages = chunk.block_table.of_row(int(segments.table_row[place]), paged, self.page_tokens)
@@ -82,6 +83,10 @@ class HashModel:
                 if at != position or stored != step(token, state):
                     return None
                 state = stored
+        for row in (row for start, stop in ranges for row in range(start, stop)):
+            if self.states[row] != step(chunk.ids[row], state):
+                return None
+            state = int(self.states[row])
         return state
 
     def _raise(self, chunk, place):

@@ -45,7 +45,7 @@ def test_float32_answers_equal_transformers(engine, texts):
             with torch.inference_mode():
                 logits = oracle(ids, logits_to_keep=1).logits[0, -1].float().numpy()
             largest = max(largest, float(np.abs(logits).max()))
-            expected = stage.readout.answers(logits[None, stage.readout.vocab_ids])[0]
+            expected = stage.readout.answers([logits[None, stage.readout.vocab_ids]])[0]
             found = run.logits[row, index]
             gaps.append(float(np.abs(found - expected).max()))
             assert (found[0] > found[1]) == (expected[0] > expected[1]) or abs(

@@ -12,7 +12,7 @@ import pytest
 import quail
 from quail.config import EngineConfig
 from quail.cost.budgets import ModelShape
-from quail.cost.roofline import Rates
+from quail.cost.roofline import Rates, Seconds
 from quail.execution.asks import RunControl
 from quail.execution.run import Limits
 from quail.kv.pages import PAGE_TOKENS
@@ -49,7 +49,7 @@ def open_session(folder, tmp_path):
 
     def open_it(**settings) -> quail.Session:
         settings = {"model": str(folder), "dtype": "float32", "layout": "completion", **settings}
-        settings = {"cache_dir": tmp_path, "kv_memory": "64MiB", **settings}
+        settings = {"cache_dir": tmp_path, "kv_memory": "64MiB", "retention": "off", **settings}
         session = quail.Session(EngineConfig(**settings))
         sessions.append(session)
         return session
@@ -182,22 +182,32 @@ def test_reviews_do_not_share_and_transcripts_do(open_session):
 
 
 def test_sharing_is_weighed_against_its_writes(open_session, monkeypatch):
-    """On a machine whose memory is slow beyond reason sharing does not pay, and says so."""
-    slow = Rates(matmul_flops=1e15, attention_flops=1e15, memory_bytes=1e3)
-    monkeypatch.setattr("quail.execution.runner.rates_of", lambda *args, **kwargs: slow)
-    monkeypatch.setattr("quail.execution.forecast.kept_rates", lambda *args, **kwargs: slow)
+    """Where writing KV takes longer than computing rows, sharing does not pay, and says so."""
+    dear = Seconds(matmul=0.0, attention=0.0, rows=0.0, memory=1.0)
+    free = Seconds(0.0, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(
+        "quail.planner.prefix_sharing.seconds", lambda work, *_: dear if work.kv_written else free
+    )
     session = open_session()
     start = "The ship left the harbour before dawn, and nobody on the pier waved. " * 3
     session.register("calls", {"id": [1, 2], "text": [start + "Soup!", start + "No."]})
-    rows, report, plan = run_and_plan(session, DISH)
-    assert not plan["groups"][0]["sharing"]["shares"]
-    assert plan["groups"][0]["sharing"]["reason"].startswith("off: it saves")
+    _, report, plan = run_and_plan(session, DISH)
+    sharing = plan["groups"][0]["sharing"]
+    assert sharing["reason"] == "off: it saves 0 s of compute, costs 1 s of extra KV writes"
+    assert not sharing["shares"]
     assert report["tokens"]["reused_prefix"] == 0
     assert_planned_is_done(report, plan)
-    # A second question keeps the KV anyway, so that lending it costs nothing more.
+
+
+def test_lending_kv_that_is_written_anyway_costs_nothing(open_session):
+    session = open_session()
+    start = "The ship left the harbour before dawn, and nobody on the pier waved. " * 3
+    session.register("calls", {"id": [1, 2], "text": [start + "Soup!", start + "No."]})
     both = DISH + " AND AI.IF(PROMPT(E'{0}\\n\\nIs the caller happy?', text), selectivity := 0.9)"
-    assert json.loads(session.sql(both).explain("json"))["groups"][0]["sharing"]["shares"]
-    assert session.sql(both).run(progress=False).report["tokens"]["reused_prefix"] > 0
+    (one,), (two,) = (json.loads(session.sql(s).explain("json"))["groups"] for s in (DISH, both))
+    assert one["sharing"]["write_seconds"] > 0
+    assert two["sharing"]["write_seconds"] == 0
+    assert session.sql(both).run(progress=False).report["tokens"]["reused_prefix"] == one["saved_tokens"] > 0
 
 
 def test_forcing_gives_the_same_answers(open_session):

@@ -1,0 +1,163 @@
+"""What the engine would do for some questions: counted with the model's tokenizer, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from quail.config import EngineConfig
+from quail.cost.budgets import ModelShape
+from quail.cost.device import ASSUMED, kept_rates, rates_of
+from quail.cost.roofline import Rates, seconds
+from quail.cost.work import Work
+from quail.execution.documents import DocumentEncoder
+from quail.execution.runner import device_of, dtype_name, dtype_of, layout_of, shape_of
+from quail.execution.stages import Pieces, compile_stage
+from quail.kv.prefix_sharing import PrefixTree
+from quail.models.outline import ModelOutline, read_outline
+from quail.plan.logical import AICall
+from quail.planner.estimate import (
+    DocumentCounts,
+    QuestionCount,
+    TokenForecast,
+    forecast_tokens,
+    until_row_limit,
+)
+from quail.planner.prefix_sharing import FOLLOW_UP, ROW_LIMIT, SharingDecision, decide
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class GroupForecast:
+    """Questions over the same documents, and what they will take.
+
+    Attributes:
+        documents: what was counted.
+        questions: in the order in which they are asked.
+        decision: whether the documents share beginnings.
+        tokens: the ledger.
+        seconds: by the roofline.
+    """
+
+    documents: DocumentCounts
+    questions: tuple[QuestionCount, ...]
+    decision: SharingDecision
+    tokens: TokenForecast
+    seconds: float
+
+
+class Forecaster:
+    """Counts tokens and predicts what a model would compute on this machine.
+
+    Args:
+        config: settings of the engine.
+        outline: the model.
+    """
+
+    def __init__(self, config: EngineConfig, outline: ModelOutline) -> None:
+        self.model = outline.name
+        self._config, self._outline = config, outline
+        layout = layout_of(config, outline.layout, outline.chat)
+        self.layout = layout.name
+        self._pieces = Pieces.of(layout, outline.tokenizer)
+        self._context_tokens = outline.config.context_tokens
+        self._encoder = DocumentEncoder(outline.tokenizer, self._pieces, self._context_tokens)
+        self.device, self.dtype, self._rates = _device_and_rates(config)
+        element_bytes = _ELEMENT_BYTES[self.dtype]
+        self._shape: ModelShape = shape_of(outline.config, element_bytes=element_bytes, weight_bytes=0)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Forecaster | None:
+        """A forecaster for a configuration; None where the model's files would have to be fetched first.
+
+        Raises:
+            ModelError: the model's files are not understood.
+            PlanError: the layout does not suit the model.
+        """
+        outline = read_outline(config.model, config.cache_path)
+        return None if outline is None else cls(config, outline)
+
+    @property
+    def are_rates_measured(self) -> bool:
+        """Whether seconds rest on this device's rates, not on assumed ones."""
+        return self._rates is not None
+
+    def documents(self, texts: pa.Array, num_documents: int, calls: Sequence[AICall]) -> DocumentCounts:
+        """Counts the tokens of documents, all of them or a sample.
+
+        Args:
+            texts: what is counted; no NULLs.
+            num_documents: how many there are.
+            calls: the questions asked of them.
+        """
+        prefixes = self._encoder.encode(texts)
+        longest = max(self._suffix_tokens(call) for call in calls)
+        return DocumentCounts(
+            lengths=np.array([len(prefix.ids) for prefix in prefixes], dtype=np.int64),
+            tree=PrefixTree.build([prefix.ids for prefix in prefixes]),
+            num_documents=num_documents,
+            num_too_long=sum(prefix.num_tokens + longest > self._context_tokens for prefix in prefixes),
+        )
+
+    def question(self, call: AICall, num_asked: int, *, is_exact: bool) -> QuestionCount:
+        """A question that is asked of `num_asked` documents."""
+        return QuestionCount(call.index, num_asked, self._suffix_tokens(call), is_exact)
+
+    def group(
+        self,
+        documents: DocumentCounts,
+        questions: Sequence[QuestionCount],
+        *,
+        row_limit: int | None = None,
+        selectivities: Sequence[float] = (),
+        is_follow_up: bool = False,
+    ) -> GroupForecast:
+        """What some questions over the same documents will take.
+
+        Args:
+            documents: all that may be read.
+            questions: in the order in which they are asked.
+            row_limit: rows after which the run ends; None reads all.
+            selectivities: of the questions, used with a row limit.
+            is_follow_up: whether the documents become due one by one, as answers to other questions come.
+        """
+        read, asked = documents, tuple(questions)
+        if row_limit is not None:
+            read, asked = until_row_limit(documents, questions, row_limit, selectivities)
+        decision = decide(
+            documents.tree,
+            documents.lengths,
+            np.full(len(documents.lengths), len(questions) > 1),
+            shape=self._shape,
+            rates=self._rates or ASSUMED,
+            mode=self._config.prefix_sharing,
+            obstacle=ROW_LIMIT if row_limit is not None else FOLLOW_UP if is_follow_up else None,
+            scale=documents.scale,
+        )
+        tokens = forecast_tokens(read, asked, decision)
+        return GroupForecast(documents, asked, decision, tokens, self.seconds(tokens.work))
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of some work by the roofline."""
+        return seconds(work, self._shape, self._rates or ASSUMED).total
+
+    def _suffix_tokens(self, call: AICall) -> int:
+        return compile_stage(call, self._pieces, self._outline.tokenizer).num_fixed_tokens
+
+
+def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
+    """Device, dtype and rates of a configuration; torch is asked only where there may be more than a CPU."""
+    may_be_more = config.device == "auto" and Path("/dev/nvidia0").exists()
+    if config.device in ("auto", "cpu") and not may_be_more:
+        dtype = dtype_name(config.dtype, "cpu")
+        return "cpu", dtype, kept_rates(config.cache_path, dtype, config.threads)
+    device = device_of(config.device)
+    dtype = dtype_name(config.dtype, device.type)
+    if device.type == "cpu":
+        return "cpu", dtype, kept_rates(config.cache_path, dtype, config.threads)
+    return device.type, dtype, rates_of(device, dtype_of(dtype, device), config.cache_path, measure=False)
