@@ -1,0 +1,219 @@
+"""The order of joins and filters against every order there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from quail.cost.budgets import ModelShape
+from quail.cost.device import ASSUMED
+from quail.cost.roofline import seconds
+from quail.cost.work import Work
+from quail.planner.join_order import FilterOperator, JoinOperator, JoinPlan, JoinQuery, Relation, order_joins
+
+SHAPE = ModelShape(
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    context_tokens=8192,
+    element_bytes=4,
+    weight_bytes=0,
+)
+
+
+def roofline(work: Work) -> float:
+    return seconds(work, SHAPE, ASSUMED).total
+
+
+def tokens(work: Work) -> float:
+    return work.tokens
+
+
+def cost_of(query: JoinQuery, sequence, cost) -> float:
+    """The cost model written out a second time, for one order with its anchors."""
+    alive = [relation.num_documents for relation in query.relations]
+    readers = [
+        sum(i in getattr(o, "relations", (getattr(o, "relation", None),)) for o in query.operators)
+        for i in range(len(alive))
+    ]
+    held, total = set(), 0.0
+
+    def read(i: int, count: float) -> Work:
+        if i in held:
+            return Work()
+        relation = query.relations[i]
+        new = query.label_tokens + relation.tokens - relation.reused_tokens
+        old = relation.reused_tokens
+        written = new if readers[i] > 1 else 0
+        return Work(count * new, count * (new * old + new * (new + 1) / 2), count * written, count * old)
+
+    for index, anchor in sequence:
+        operator = query.operators[index]
+        if isinstance(operator, FilterOperator):
+            i, s = operator.relation, operator.suffix_tokens
+            behind = query.label_tokens + query.relations[i].tokens
+            work = read(i, alive[i])
+            work += Work(alive[i] * s, alive[i] * (s * behind + s * (s + 1) / 2), 0, alive[i] * behind)
+            alive[i] *= operator.selectivity
+        else:
+            i, j = operator.relations[anchor], operator.relations[1 - anchor]
+            behind = query.label_tokens + query.relations[i].tokens
+            asked = alive[i] * (1 - (1 - operator.pair_share) ** alive[j])
+            f, s = operator.frame_tokens, query.relations[j].tokens + operator.tail_tokens
+            work = read(i, asked)
+            work += Work(asked * f, asked * (f * behind + f * (f + 1) / 2), asked * f, asked * behind)
+            pairs = alive[i] * alive[j] * operator.pair_share
+            work += Work(pairs * s, pairs * (s * (behind + f) + s * (s + 1) / 2), 0, pairs * (behind + f))
+            match = operator.pair_share * operator.selectivity
+            alive[i], alive[j] = (
+                alive[i] * (1 - (1 - match) ** alive[j]),
+                alive[j] * (1 - (1 - match) ** alive[i]),
+            )
+        if not query.retains:
+            held.clear()
+        held.add(i)
+        total += cost(work)
+    return total
+
+
+def left_deep(query: JoinQuery):
+    """Every order in which each join but the first reads a relation joined before, with every anchor."""
+    for order in itertools.permutations(range(len(query.operators))):
+        joined, is_valid = set(), True
+        for index in order:
+            operator = query.operators[index]
+            if isinstance(operator, JoinOperator):
+                is_valid = is_valid and (not joined or bool(joined & set(operator.relations)))
+                joined |= set(operator.relations)
+        if is_valid:
+            choices = [getattr(query.operators[index], "anchors", (None,)) for index in order]
+            yield from (list(zip(order, anchors, strict=True)) for anchors in itertools.product(*choices))
+
+
+def random_query(random_: random.Random, most_operators: int) -> JoinQuery:
+    num_tables = random_.randint(2, 4)
+    is_star = random_.random() < 0.5
+    relations = []
+    for _ in range(num_tables):
+        length = random_.uniform(2, 800)
+        relations.append(
+            Relation(random_.choice([1, 3, 20, 150, 1000]), length, random_.choice([0, 0, length / 2]))
+        )
+    operators = [
+        JoinOperator(
+            random_.choice([(0 if is_star else i, i + 1), (i + 1, 0 if is_star else i)]),
+            random_.uniform(5, 40),
+            random_.uniform(1, 10),
+            random_.choice([0.001, 0.05, 0.3, 0.9]),
+            random_.choice([(0, 1), (0, 1), (0,), (1,)]),
+            random_.choice([1.0, 0.2, 0.01]),
+        )
+        for i in range(num_tables - 1)
+    ]
+    filters = [
+        FilterOperator(i, random_.uniform(3, 60), random_.choice([0.0, 0.05, 0.5, 0.95, 1.0]))
+        for i in range(num_tables)
+        for _ in range(random_.randint(0, 3))
+    ]
+    random_.shuffle(filters)
+    operators += filters[: most_operators - len(operators)]
+    random_.shuffle(operators)
+    return JoinQuery(tuple(relations), tuple(operators), random_.choice([0, 4]), random_.random() < 0.7)
+
+
+def sequence_of(plan: JoinPlan):
+    return [(step.operator, step.anchor) for step in plan.steps]
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_the_plan_costs_the_least_of_all_left_deep_ones(seed):
+    random_ = random.Random(seed)
+    query = random_query(random_, 5 if seed % 10 else 6)
+    cost = roofline if seed % 2 else tokens
+    costs = sorted(cost_of(query, sequence, cost) for sequence in left_deep(query))
+    plan = order_joins(query, cost)
+    assert plan.cost == pytest.approx(costs[0], rel=1e-9)
+    assert cost_of(query, sequence_of(plan), cost) == pytest.approx(plan.cost, rel=1e-9)
+    assert cost(plan.work) == pytest.approx(plan.cost, rel=1e-9)
+    if len(costs) > 1:
+        assert plan.runner_up == pytest.approx(costs[1], rel=1e-9)
+    else:
+        assert plan.runner_up is None
+
+
+def exhaustive(query: JoinQuery, cost) -> float:
+    """The least cost by depth-first search that drops no plan but those over the best one found."""
+    best = math.inf
+
+    def visit(sequence, done, joined):
+        nonlocal best
+        so_far = cost_of(query, sequence, cost)
+        if so_far >= best:
+            return
+        if len(done) == len(query.operators):
+            best = so_far
+            return
+        for index, operator in enumerate(query.operators):
+            if index in done:
+                continue
+            both = set(getattr(operator, "relations", ()))
+            if both and joined and not both & joined:
+                continue
+            for anchor in getattr(operator, "anchors", (None,)):
+                visit([*sequence, (index, anchor)], done | {index}, joined | both)
+
+    visit([], frozenset(), set())
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_four_tables_with_many_filters(seed):
+    random_ = random.Random(1000 + seed)
+    query = random_query(random_, 8)
+    assert order_joins(query, roofline).cost == pytest.approx(exhaustive(query, roofline), rel=1e-9)
+
+
+def test_a_long_anchor_is_computed_once_and_a_short_partner_many_times():
+    query = JoinQuery((Relation(20, 800), Relation(20, 12)), (JoinOperator((0, 1), 20, 4),), 4)
+    plan = order_joins(query, tokens)
+    assert sequence_of(plan) == [(0, 0)]
+    assert plan.cost == 20 * (4 + 800 + 20) + 400 * (12 + 4)
+    assert plan.runner_up == 20 * (4 + 12 + 20) + 400 * (800 + 4)
+
+
+def test_a_filter_that_streams_into_its_join_leaves_the_frame_alone_to_compute():
+    for retains in (True, False):
+        operators = (FilterOperator(0, 10, 0.5), JoinOperator((0, 1), 20, 4, anchors=(0,)))
+        query = JoinQuery((Relation(20, 800), Relation(10, 12)), operators, 4, retains=retains)
+        plan = order_joins(query, tokens)
+        assert sequence_of(plan) == [(0, None), (1, 0)]
+        assert plan.steps[1].work.tokens == 10 * 20 + 100 * 16
+
+
+def test_as_written_keeps_the_order_and_chooses_anchors():
+    operators = (JoinOperator((0, 1), 20, 4), FilterOperator(0, 10, 0.01))
+    query = JoinQuery((Relation(200, 80), Relation(100, 12)), operators, 4)
+    assert sequence_of(order_joins(query, tokens, "as_written")) == [(0, 0), (1, None)]
+    assert sequence_of(order_joins(query, tokens)) == [(1, None), (0, 0)]
+
+
+def test_eight_relations_with_two_filters_each_are_planned_fast():
+    random_ = random.Random(3)
+    relations = tuple(Relation(random_.randint(10, 500), random_.randint(5, 500)) for _ in range(8))
+    joins = [JoinOperator((i, i + 1), 20, 4, 0.05) for i in range(7)]
+    filters = [FilterOperator(i, 12, 0.3) for i in range(8) for _ in range(2)]
+    plan = order_joins(JoinQuery(relations, (*joins, *filters), 4), roofline)
+    assert len(plan.steps) == 23
+    assert plan.runner_up is None
+
+
+def test_joins_that_share_no_relation_follow_each_other():
+    relations = tuple(Relation(10, n) for n in (100, 5, 7, 300))
+    plan = order_joins(JoinQuery(relations, (JoinOperator((0, 1), 9, 2), JoinOperator((2, 3), 9, 2))), tokens)
+    assert {step.operator: step.anchor for step in plan.steps} == {0: 0, 1: 1}
