@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,14 @@ import pyarrow as pa
 
 from quail.errors import PlanError, QueryCancelled, RowError
 from quail.execution.asks import Asks, Feed, FollowUp, RunControl
+from quail.execution.calibration import CONTENT_FREE, HeldAnswers, Means, content_mean, stage_key
 from quail.execution.chunk import Chunk
 from quail.execution.documents import DocumentEncoder, PrefixIds
 from quail.execution.packing import Pass
-from quail.execution.readout import values_of
+from quail.execution.readout import calibrated, values_of
 from quail.execution.requests import Document, Failure, Request, in_tree_order
 from quail.execution.scheduler import Scheduler
-from quail.execution.stages import Int32s, Int64s, Pieces, Stage, compile_stage
+from quail.execution.stages import Float32s, Int32s, Int64s, Pieces, Stage, compile_stage
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
 from quail.kv.retention import RetentionPool
@@ -89,6 +91,7 @@ class RunStats:
     num_requests: int = 0
     num_documents: int = 0
     num_truncated: int = 0
+    num_calibration_tokens: int = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
     sharing: list[SharingDecision] = field(default_factory=list)
 
@@ -106,6 +109,7 @@ class Run:
         control: how the run is watched and stopped.
         sharing: decides whether fresh documents share prefixes; None never does.
         retention: KV kept between operators and queries; None keeps none.
+        means: content-free measurements of earlier runs, added to.
 
     Raises:
         PlanError: a question that does not fit the model's context.
@@ -122,6 +126,7 @@ class Run:
         control: RunControl,
         sharing: SharingRule | None = None,
         retention: Retention | None = None,
+        means: Means | None = None,
     ) -> None:
         self.sharing = sharing
         self.model, self.feed, self.control, self.limits = model, feed, control, limits
@@ -140,6 +145,8 @@ class Run:
         )
         self.stats = RunStats()
         self._overlong: dict[int, PrefixIds] = {}
+        self.means: Means = {} if means is None else means
+        self._held = HeldAnswers()
         self._failed: list[Request] = []
         self._partners: dict[int, PrefixIds] = {}
         self._last_cut = 0
@@ -155,6 +162,7 @@ class Run:
         """
         in_flight: Pass | None = None
         try:
+            self._measure_content_free()
             while not self.feed.done:
                 if self.control.cancelled():
                     raise QueryCancelled("the query was cancelled")
@@ -169,6 +177,8 @@ class Run:
                     in_flight = None
                     self._hand_over(planned.answered, answers)
                     self._report_progress()
+                elif self._held and not self._failed:
+                    self._hand_over_held()
                 else:
                     assert self._failed, "the feed waits for answers although no question is left"
                 self._hand_over_failures()
@@ -337,15 +347,18 @@ class Run:
     # -- answers out
     # ---------------------------------------------------------------------------------------------
 
-    def _forward(self, planned: Pass) -> list[npt.NDArray[np.float32]]:
+    def _forward(self, planned: Pass) -> list[Float32s]:
         """Runs a pass; returns the answer logits of each request in it, as its stage reads them."""
+        return self._answers(planned, self.stages)
+
+    def _answers(self, planned: Pass, stages: Sequence[Stage]) -> list[Float32s]:
         started = time.perf_counter()
         states = self.model.forward(planned.chunk)
-        found: list[npt.NDArray[np.float32]] = [np.zeros(0, dtype=np.float32)] * len(planned.answered)
+        found: list[Float32s] = [np.zeros(0, dtype=np.float32)] * len(planned.answered)
         first_reads = np.array(planned.first_reads, dtype=np.int64)
         for index in {request.stage for request in planned.answered}:
             places = [place for place, request in enumerate(planned.answered) if request.stage == index]
-            readout = self.stages[index].readout
+            readout = stages[index].readout
             logits = [
                 self.model.logits(states, first_reads[places] + node, vocab_ids)
                 for node, vocab_ids in enumerate(readout.wanted)
@@ -355,7 +368,7 @@ class Run:
         self.stats.forward_seconds += time.perf_counter() - started
         return found
 
-    def _hand_over(self, answered: Sequence[Request], answers: list[npt.NDArray[np.float32]]) -> None:
+    def _hand_over(self, answered: Sequence[Request], answers: list[Float32s]) -> None:
         """Gives answers to the feed, a batch a call, and queues what follows from them."""
         by_call: dict[int, list[int]] = {}
         for place, request in enumerate(answered):
@@ -363,10 +376,40 @@ class Run:
                 by_call.setdefault(request.stage, []).append(place)
             else:
                 self._note_failure(request, "the model's logits are not finite")
-        for call, places in by_call.items():
+        for index, places in by_call.items():
+            call = self.stages[index].call
             keys = np.array([answered[place].key for place in places], dtype=np.int64)
             logits = np.stack([answers[place] for place in places])
-            self._follow(self.feed.answered(call, keys, values_of(self.stages[call].call, logits)))
+            if call.options.calibrate == "batch":
+                self._held.add(index, keys, logits)
+                continue
+            if call.options.calibrate == "content":
+                logits = calibrated(logits, self.means[stage_key(self.stages[index])])
+            self._follow(self.feed.answered(index, keys, values_of(call, logits)))
+
+    def _measure_content_free(self) -> None:
+        """Measures questions on content-free documents, each once; the means are kept for later runs."""
+        for stage in self.stages:
+            if stage.call.options.calibrate != "content" or stage_key(stage) in self.means:
+                continue
+            texts = pa.array(CONTENT_FREE)
+            partners = self.encoder.encode_partners(texts) if stage.is_join else []
+            mean, num_tokens = content_mean(
+                stage,
+                [prefix.ids for prefix in self.encoder.encode(texts)],
+                [partner.ids for partner in partners] or [stage.frame[:0]] * len(texts),
+                pool=self.scheduler.pool,
+                token_budget=self.limits.token_budget,
+                forward=functools.partial(self._answers, stages=[stage]),
+            )
+            self.means[stage_key(stage)] = mean
+            self.stats.num_calibration_tokens += num_tokens
+
+    def _hand_over_held(self) -> None:
+        """No question is left that could run: the answers that waited for their mean are complete."""
+        for index, keys, logits, mean in self._held.take():
+            values = values_of(self.stages[index].call, calibrated(logits, mean))
+            self._follow(self.feed.answered(index, keys, values))
 
     def _hand_over_failures(self) -> None:
         """Answers failed requests with NULL."""

@@ -25,6 +25,7 @@ from quail.cost.roofline import Rates, seconds
 from quail.cost.work import rows
 from quail.errors import ConfigError, PlanError
 from quail.execution.asks import Feed, RunControl
+from quail.execution.calibration import Means
 from quail.execution.run import Limits, Model, Retention, Run, SharingRule
 from quail.execution.stages import Pieces
 from quail.kv.pages import PageArena
@@ -66,6 +67,7 @@ class Engine:
         retention: Retention | None = None,
     ) -> None:
         self.sharing, self.retention = sharing, retention
+        self._means: Means = {}
         self.model, self.tokenizer, self.layout, self.limits = model, tokenizer, layout, limits
         self._about = about
         self._pieces = Pieces.of(layout, tokenizer)
@@ -159,6 +161,7 @@ class Engine:
             control,
             self.sharing,
             self.retention,
+            self._means,
         )
         run.run()
         stats, about = run.stats, self.describe()
@@ -168,6 +171,7 @@ class Engine:
             "documents": stats.num_documents,
             "requests": stats.num_requests,
             "truncated": stats.num_truncated,
+            "calibration_tokens": stats.num_calibration_tokens,
             "errors": stats.errors,
             "prefix_sharing": {
                 "planned_shared_tokens": sum(d.shared_tokens for d in stats.sharing if d.shares),

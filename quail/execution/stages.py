@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,13 @@ import numpy.typing as npt
 from quail.errors import PlanError
 from quail.execution.label_tree import Branch, LabelTree
 from quail.plan.logical import AICall
-from quail.plan.prompts import PromptLayout, frame_and_cue, question_and_cue
+from quail.plan.prompts import (
+    PromptLayout,
+    frame_and_cue,
+    list_of_labels,
+    question_and_cue,
+    with_instructions,
+)
 
 if TYPE_CHECKING:
     from quail.models.tokenizer import Tokenizer
@@ -135,48 +142,73 @@ def compile_stage(call: AICall, pieces: Pieces, tokenizer: Tokenizer) -> Stage:
     Raises:
         PlanError: answers or labels that this model's tokens cannot tell apart.
     """
+    codes = label_codes(call, tokenizer) if call.options.label_scoring == "codes" else ()
     if call.prompt.num_arguments == 2:
         frame, cue = frame_and_cue(call.prompt, call.anchor)
         question = ""
     else:
         frame, (question, cue) = "", question_and_cue(call.prompt)
+    ending = cue or question
+    if codes or any(category.description for category in call.categories):
+        question = list_of_labels(call.categories, codes) + question
+    question = with_instructions(question, cue, call.options)
     tail = [*_encode(tokenizer, question), *_encode(tokenizer, cue), *pieces.closer.tolist()]
     if call.categories:
-        asked = cue or question
-        spaced = not len(pieces.closer) and asked[-1:].strip() != ""
-        readout: Readout = label_readout(call, pieces, tokenizer, is_spaced=spaced)
+        is_spaced = not len(pieces.closer) and ending[-1:].strip() != ""
+        labels = codes or [category.label for category in call.categories]
+        readout: Readout = label_readout(labels, pieces, tokenizer, is_spaced=is_spaced)
     else:
         readout = word_readout(call, tokenizer)
     ids = np.array(_encode(tokenizer, frame), dtype=np.int32)
     return Stage(call, ids, np.array(tail, dtype=np.int32), readout)
 
 
-def label_readout(call: AICall, pieces: Pieces, tokenizer: Tokenizer, *, is_spaced: bool) -> LabelReadout:
-    """Scores the labels of a call as what follows the question.
+def label_readout(
+    labels: Sequence[str], pieces: Pieces, tokenizer: Tokenizer, *, is_spaced: bool
+) -> LabelReadout:
+    """Scores labels as what follows the question.
 
     Args:
-        call: the call.
+        labels: the labels, or their codes.
         pieces: of the layout; behind a closer a label ends with the turn, else with the line.
         tokenizer: of the model.
         is_spaced: whether a space stands between question and label.
 
     Raises:
-        PlanError: two labels of the same tokens.
+        PlanError: a label without tokens, or two of the same.
     """
-    spelled = [f" {c.label}" if is_spaced else c.label for c in call.categories]
-    ids = [tuple(_encode(tokenizer, text)) for text in spelled]
+    ids = [tuple(_encode(tokenizer, f" {label}" if is_spaced else label)) for label in labels]
     seen: dict[tuple[int, ...], str] = {}
-    for category, tokens in zip(call.categories, ids, strict=True):
-        other = seen.setdefault(tokens, category.label)
-        if not tokens or other is not category.label:
+    for label, tokens in zip(labels, ids, strict=True):
+        other = seen.setdefault(tokens, label)
+        if not tokens or other is not label:
             raise PlanError(
-                f"the category {category.label!r} "
+                f"the category {label!r} "
                 + ("has no tokens" if not tokens else f"has the same tokens as {other!r}")
                 + " for this model",
                 hint="choose other labels",
             )
     end = int(pieces.closer[0]) if len(pieces.closer) else _encode(tokenizer, "\n")[0]
     return LabelReadout(LabelTree.build(ids, end))
+
+
+def label_codes(call: AICall, tokenizer: Tokenizer) -> list[str]:
+    """Codes of one token each, with and without a leading space, as many as the call has labels.
+
+    Raises:
+        PlanError: the vocabulary has too few.
+    """
+    letters = string.ascii_uppercase
+    found = []
+    for code in [*letters, *(a + b for a in letters for b in letters)]:
+        if len(_encode(tokenizer, code)) == len(_encode(tokenizer, f" {code}")) == 1:
+            found.append(code)
+        if len(found) == len(call.categories):
+            return found
+    raise PlanError(
+        f"this model has {len(found)} codes of one token, the call {len(call.categories)} labels",
+        hint="label_scoring := 'tree' has no such limit",
+    )
 
 
 def word_readout(call: AICall, tokenizer: Tokenizer) -> WordReadout:

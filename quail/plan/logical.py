@@ -52,12 +52,23 @@ class CallOptions:
     Attributes:
         selectivity: the user's estimate of the share of TRUE answers, in [0, 1].
         answers: the two answer words, the one that means TRUE first.
-        threshold: probability above which AI.IF is TRUE; None compares the raw logits.
+        threshold: probability above which AI.IF is TRUE; None compares the logits.
+        calibrate: what is subtracted from the answers' log-odds (or labels' log-probabilities): `content`,
+            their mean over content-free documents; `batch`, their mean over the run's own documents; None,
+            nothing.
+        task_description: a text between document and question.
+        examples: (document, answer) pairs shown between document and question.
+        label_scoring: `tree` scores the labels' own tokens; `codes` lists the labels and scores one code
+            token each; `auto` is `tree`.
     """
 
     selectivity: float | None = None
     answers: tuple[str, str] = ("TRUE", "FALSE")
     threshold: float | None = None
+    calibrate: str | None = None
+    task_description: str | None = None
+    examples: tuple[tuple[str, str], ...] = ()
+    label_scoring: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,8 @@ class AICall:
         categories: the labels of CLASSIFY and PROBABILITIES, else empty.
         options: the options.
         text: the call as the user wrote it, for messages and explain.
-        anchor: over two relations the argument that stands first in the prompt and whose KV is kept; part of the
-            prompt, since swapped sides answer differently.
+        anchor: over two relations the argument that stands first in the prompt and whose KV is kept; part of
+            the prompt, since swapped sides answer differently.
     """
 
     index: int

@@ -13,11 +13,13 @@ never depend on the question. Opener and closer come from the model's chat templ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quail.plan.logical import Prompt
+from quail.plan.logical import CallOptions, Category, Prompt
 
 DOCUMENT_LABEL = "DOCUMENT:\n"
+EXAMPLE_LABEL = "EXAMPLE:\n"
 PARTNER_LABEL = "SECOND DOCUMENT"
 ANSWER_CUE = "\nANSWER:"
 
@@ -83,3 +85,35 @@ def frame_and_cue(prompt: Prompt, anchor: int = 0) -> tuple[str, str]:
     names = {anchor: DOCUMENT_LABEL.rstrip(":\n"), 1 - anchor: PARTNER_LABEL}
     question = "".join(part if isinstance(part, str) else names[part] for part in prompt.parts).strip()
     return f"\n\n{question}\n\n{PARTNER_LABEL}:\n", ANSWER_CUE
+
+
+def with_instructions(question: str, cue: str, options: CallOptions) -> str:
+    """Puts the task description and the examples of a call in front of its question.
+
+    They follow the document, so that its KV does not depend on them. An example is shown as a document of its
+    own with the question and its answer.
+
+    >>> options = CallOptions(task_description="Judge the mood.", examples=(("Fine!", "good"),))
+    >>> with_instructions("\\n\\nMood:", "", options)
+    '\\n\\nJudge the mood.\\n\\nEXAMPLE:\\nFine!\\n\\nMood: good\\n\\nMood:'
+    """
+    task = f"\n\n{options.task_description.strip()}" if options.task_description else ""
+    shown = "".join(
+        f"\n\n{EXAMPLE_LABEL}{document}{question}{cue} {answer}" for document, answer in options.examples
+    )
+    return task + shown + question
+
+
+def list_of_labels(categories: Sequence[Category], codes: Sequence[str] = ()) -> str:
+    """The labels as a list in front of a question: with their descriptions, behind their codes if there are
+    any.
+
+    >>> list_of_labels([Category("a", "first"), Category("b")], ["X", "Y"])
+    '\\n\\nX: a (first)\\nY: b'
+    """
+    lines = []
+    for index, category in enumerate(categories):
+        code = f"{codes[index]}: " if codes else ""
+        about = f" ({category.description})" if category.description else ""
+        lines.append(f"{code}{category.label}{about}")
+    return "\n\n" + "\n".join(lines)

@@ -1,0 +1,102 @@
+"""The cost model: work to seconds, and rates that are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quail.cost import device
+from quail.cost.budgets import ModelShape
+from quail.cost.roofline import Rates, row_bytes_per_token, seconds
+from quail.cost.work import Work
+from quail.kv.prefix_sharing import PrefixTree
+from quail.planner.estimate import DocumentCounts, QuestionCount, forecast_tokens, until_row_limit
+from quail.planner.prefix_sharing import decide
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    intermediate_size=16,
+    context_tokens=100,
+    element_bytes=4,
+    weight_bytes=0,
+)
+RATES = Rates(matmul_flops=1e6, attention_flops=1e5, memory_bytes=1e4)
+
+
+def test_seconds_of_each_kind_of_work():
+    products = 2 * 2 * (8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16)
+    found = seconds(Work(tokens=3, pairs=6, kv_written=2, kv_read=5), SHAPE, RATES)
+    assert found.matmul == pytest.approx(3 * products / 1e6)
+    assert found.attention == pytest.approx(6 * 4 * 4 * 2 * 2 / 1e5)
+    assert found.rows == pytest.approx(3 * row_bytes_per_token(SHAPE) / 1e4)
+    assert found.memory == pytest.approx(2 * 7 * 2 * 2 * 2 * 4 * 2 / 1e4)
+    assert found.total == pytest.approx(found.matmul + found.attention + found.rows + found.memory)
+
+
+def test_measured_rates_are_kept_and_found_without_torch(tmp_path, monkeypatch):
+    assert device.kept_rates(tmp_path, "float32") is None
+    monkeypatch.setattr(device, "measure_cpu", lambda dtype: RATES)
+    kept = device.rates_of(torch.device("cpu"), torch.float32, tmp_path)
+    assert kept == RATES == device.kept_rates(tmp_path, "float32", torch.get_num_threads())
+    assert device.kept_rates(tmp_path, "float32") == RATES
+    assert device.kept_rates(tmp_path, "bfloat16") is None
+    assert device.kept_rates(tmp_path, "float32", 999) is None
+
+
+def counts(lengths, tree=None, num_documents=None) -> DocumentCounts:
+    lengths = np.array(lengths, dtype=np.int64)
+    tree = tree or PrefixTree(list(range(len(lengths))), [None] * len(lengths), [0] * len(lengths))
+    return DocumentCounts(lengths, tree, num_documents or len(lengths))
+
+
+def sharing(documents: DocumentCounts, mode: str = "on"):
+    kept = [False] * len(documents.lengths)
+    return decide(
+        documents.tree, documents.lengths, kept, shape=SHAPE, rates=RATES, mode=mode, scale=documents.scale
+    )
+
+
+def test_two_questions_rewind():
+    documents = counts([30, 50])
+    questions = [QuestionCount(0, 2, 5, True), QuestionCount(1, 2, 7, True)]
+    found = forecast_tokens(documents, questions, sharing(documents))
+    assert (found.naive, found.computed, found.reused_rewind) == (2 * 80 + 24, 80 + 24, 80)
+    assert found.is_exact
+    assert found.work.kv_written == found.work.kv_read == 80
+    assert found.work.tokens == found.computed
+    pairs = sum(n * (n + 1) / 2 + 5 * n + 15 + 7 * n + 28 for n in (30, 50))
+    assert found.work.pairs == pairs
+
+
+def test_a_shared_beginning_is_computed_once():
+    documents = counts([40, 48], PrefixTree([0, 1], [None, 0], [0, 32]))
+    found = forecast_tokens(documents, [QuestionCount(0, 2, 5, True)], sharing(documents))
+    assert (found.naive, found.computed, found.reused_prefix) == (98, 66, 32)
+    assert found.work.kv_written == found.work.kv_read == 32
+    assert found.work.pairs == 40 * 41 / 2 + 16 * 32 + 16 * 17 / 2 + 5 * 88 + 2 * 15
+    off = forecast_tokens(documents, [QuestionCount(0, 2, 5, True)], sharing(documents, "off"))
+    assert (off.computed, off.reused_prefix, off.work.kv_written) == (98, 0, 0)
+
+
+def test_a_sample_stands_for_all():
+    documents = counts([40, 48], PrefixTree([0, 1], [None, 0], [0, 32]), num_documents=200)
+    found = forecast_tokens(documents, [QuestionCount(0, 200, 5, True)], sharing(documents))
+    assert (found.naive, found.computed, found.reused_prefix) == (9_800, 6_600, 3_200)
+    assert found.work.kv_written == 3_200
+    assert not found.is_exact
+
+
+def test_a_row_limit_reads_what_it_needs():
+    documents = counts([10] * 100)
+    fewer, questions = until_row_limit(documents, [QuestionCount(0, 100, 5, True)], 3, [0.5])
+    assert fewer.num_documents == questions[0].num_asked == 6
+    assert not questions[0].is_exact
+    fewer, _ = until_row_limit(documents, [QuestionCount(0, 100, 5, True)], 60, [0.5])
+    assert fewer.num_documents == 100
+    nothing, _ = until_row_limit(counts([]), [QuestionCount(0, 0, 5, True)], 3, [0.5])
+    assert forecast_tokens(nothing, [QuestionCount(0, 0, 5, True)], sharing(nothing)).naive == 0
