@@ -1,0 +1,262 @@
+"""The answers of a run: which texts there are, which questions about them, and what was said.
+
+Texts are known by DuckDB's 64-bit `hash` of them, because DuckDB computes it for a column at once and the
+lookups of the final statement can then compare numbers. A second, salted hash is compared whenever a text is
+met, so that two texts that share a hash are found out and never share an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quail.errors import QuailError
+from quail.execution.asks import Bools, Int64s
+
+UInt64s = npt.NDArray[np.uint64]
+_Number = TypeVar("_Number", bound=np.generic)
+
+_HALF = np.int64(32)
+_MAX_TEXTS = 2**31
+
+
+class NumberIndex:
+    """Numbers 0, 1, 2, … for distinct 64-bit values, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._sorted: UInt64s = np.zeros(0, dtype=np.uint64)
+        self._numbers: Int64s = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def find(self, values: UInt64s) -> Int64s:
+        """The number of each value, -1 for those not added."""
+        if not len(self._sorted):
+            return np.full(len(values), -1, dtype=np.int64)
+        places = np.searchsorted(self._sorted, values)
+        places[places == len(self._sorted)] = 0
+        found = self._sorted[places] == values
+        numbers: Int64s = np.where(found, self._numbers[places], -1)
+        return numbers
+
+    def add(self, values: UInt64s) -> None:
+        """Adds values that are distinct and not there yet."""
+        numbers = np.arange(len(self), len(self) + len(values), dtype=np.int64)
+        merged = np.concatenate([self._sorted, values])
+        order = np.argsort(merged, kind="stable")
+        self._sorted = merged[order]
+        self._numbers = np.concatenate([self._numbers, numbers])[order]
+
+
+class Texts:
+    """The distinct texts of a run; a handle is a number that means one text.
+
+    Args:
+        null_hash: DuckDB's hash of a NULL text.
+    """
+
+    def __init__(self, null_hash: int) -> None:
+        self.null_hash = np.uint64(null_hash)
+        self._index = NumberIndex()
+        self._checks: UInt64s = np.zeros(0, dtype=np.uint64)
+        self._chunks: list[pa.Array] = []
+        self._starts: Int64s = np.zeros(1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def find(self, hashes: UInt64s) -> Int64s:
+        """Handles of texts by their hash, -1 for unknown ones."""
+        return self._index.find(hashes)
+
+    def add(self, hashes: UInt64s, checks: UInt64s, texts: pa.ChunkedArray) -> None:
+        """Adds texts with their hash and their salted hash, those that are known or repeated only once.
+
+        Raises:
+            QuailError: two different texts share a hash.
+        """
+        known = self.find(hashes)
+        old = known >= 0
+        order = np.argsort(hashes, kind="stable")
+        repeats = hashes[order[1:]] == hashes[order[:-1]]
+        is_shared = (checks[order[1:]] != checks[order[:-1]]) & repeats
+        if is_shared.any() or (self._checks[known[old]] != checks[old]).any():
+            raise QuailError(
+                "two different documents share a 64-bit hash",
+                hint="change one of them by a space, or run them apart",
+            )
+        is_new = ~old
+        is_new[order[1:][repeats]] = False
+        if not is_new.any():
+            return
+        if not is_new.all():
+            hashes, checks, texts = hashes[is_new], checks[is_new], texts.filter(pa.array(is_new))
+        self._index.add(hashes)
+        assert len(self) < _MAX_TEXTS, "more texts than handles"
+        self._checks = np.concatenate([self._checks, checks])
+        combined = texts.cast(pa.large_string()).combine_chunks()
+        self._chunks.append(combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined)
+        self._starts = np.append(self._starts, self._starts[-1] + len(combined))
+
+    def take(self, handles: Int64s) -> pa.Array:
+        """The texts of some handles."""
+        if not len(handles):
+            return pa.array([], type=pa.string())
+        numbers = np.searchsorted(self._starts, handles, side="right") - 1
+        if (numbers == numbers[0]).all():
+            local = handles - self._starts[numbers[0]]
+            chunk = self._chunks[int(numbers[0])]
+            if (local[1:] - local[:-1] == 1).all():
+                return chunk.slice(int(local[0]), len(local)).cast(pa.string())
+            return chunk.take(pa.array(local)).cast(pa.string())
+        taken = pa.chunked_array(self._chunks).take(pa.array(handles)).combine_chunks()
+        return (taken.chunk(0) if isinstance(taken, pa.ChunkedArray) else taken).cast(pa.string())
+
+
+class CallAnswers:
+    """The questions of one call and their answers.
+
+    A key numbers a distinct question: one combination of argument texts. `handles` holds the texts' handles,
+    `rows` the row in which it stood first, `asked` whether it was given out, `truth` a Boolean answer as 1, 0
+    or -1 for NULL. `num_unknown_lookups` counts lookups of texts that never were candidates.
+    """
+
+    def __init__(self, num_arguments: int, type_: pa.DataType, texts: Texts) -> None:
+        self.type = type_
+        self.handles: Int64s = np.zeros((0, num_arguments), dtype=np.int64)
+        self.rows: Int64s = np.zeros(0, dtype=np.int64)
+        self.asked: Bools = np.zeros(0, dtype=np.bool_)
+        self.truth: npt.NDArray[np.int8] = np.zeros(0, dtype=np.int8)
+        self.num_unknown_lookups = 0
+        self._texts = texts
+        self._key_of_handle: Int64s = np.zeros(0, dtype=np.int64)
+        self._pairs = NumberIndex()
+        self._positions: Int64s = np.zeros(0, dtype=np.int64)
+        self._batches: list[pa.Array] = []
+        self._values: pa.Array = pa.array([], type=type_)
+        self._num_values = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def register(self, handles: Int64s, rows: Int64s) -> Int64s:
+        """Keys of questions, made for those that are new, in the order in which they stand first.
+
+        Args:
+            handles: (n, arguments) handles of the argument texts.
+            rows: (n,) row numbers.
+        """
+        keys = self._find(handles)
+        new = np.flatnonzero(keys < 0)
+        if not len(new):
+            return keys
+        first, ranks = _number_in_order(_single(handles[new]))
+        keys[new] = len(self) + ranks
+        first = new[first]
+        self._add(handles[first])
+        count = len(first)
+        self.handles = np.concatenate([self.handles, handles[first]])
+        self.rows = np.concatenate([self.rows, rows[first]])
+        self.asked = np.concatenate([self.asked, np.zeros(count, dtype=np.bool_)])
+        self.truth = np.concatenate([self.truth, np.full(count, -1, dtype=np.int8)])
+        self._positions = np.concatenate([self._positions, np.full(count, -1, dtype=np.int64)])
+        return keys
+
+    def store(self, keys: Int64s, values: pa.Array) -> None:
+        """Takes answers, one for each key."""
+        if values.type != self.type:
+            values = values.cast(self.type)
+        if pa.types.is_boolean(self.type):
+            truth = pc.fill_null(pc.cast(values, pa.int8()), -1)
+            self.truth[keys] = truth.to_numpy(zero_copy_only=False)
+        self._positions[keys] = np.arange(self._num_values, self._num_values + len(keys), dtype=np.int64)
+        self._batches.append(values)
+        self._num_values += len(keys)
+
+    def is_answered(self, keys: Int64s) -> Bools:
+        """Whether each question has its answer."""
+        return self._positions[keys] >= 0
+
+    def lookup(self, hashes: Sequence[UInt64s]) -> pa.Array:
+        """The answers for argument texts by their hashes; NULL where there is none."""
+        handles = np.stack([self._texts.find(column) for column in hashes], axis=1)
+        is_known = (handles >= 0).all(axis=1)
+        if not is_known.all():
+            is_null = np.stack([column == self._texts.null_hash for column in hashes], axis=1).any(axis=1)
+            self.num_unknown_lookups += int(np.count_nonzero(~is_known & ~is_null))
+        keys = np.full(len(handles), -1, dtype=np.int64)
+        keys[is_known] = self._find(handles[is_known])
+        if not len(self._positions):
+            return pa.nulls(len(keys), self.type)
+        positions = np.where(keys >= 0, self._positions[keys], -1)
+        return self.all_values().take(pa.array(positions, mask=positions < 0))
+
+    def all_values(self) -> pa.Array:
+        """Every answer so far."""
+        if self._batches:
+            self._values = pa.concat_arrays([self._values, *self._batches])
+            self._batches = []
+        return self._values
+
+    def _find(self, handles: Int64s) -> Int64s:
+        if handles.shape[1] > 1:
+            return self._pairs.find(_single(handles).astype(np.uint64))
+        missing = len(self._texts) - len(self._key_of_handle)
+        if missing:
+            filler = np.full(missing, -1, dtype=np.int64)
+            self._key_of_handle = np.concatenate([self._key_of_handle, filler])
+        return self._key_of_handle[handles[:, 0]]
+
+    def _add(self, handles: Int64s) -> None:
+        if handles.shape[1] > 1:
+            self._pairs.add(_single(handles).astype(np.uint64))
+        else:
+            self._key_of_handle[handles[:, 0]] = np.arange(len(self), len(self) + len(handles))
+
+
+def _single(handles: Int64s) -> Int64s:
+    """One number for each combination of handles."""
+    if handles.shape[1] == 1:
+        return handles[:, 0]
+    numbers: Int64s = (handles[:, 0] << _HALF) | handles[:, 1]
+    return numbers
+
+
+def _number_in_order(values: Int64s) -> tuple[Int64s, Int64s]:
+    """Positions at which values stand first, and for each value the rank of its first position."""
+    if (values[1:] > values[:-1]).all():
+        everything = np.arange(len(values), dtype=np.int64)
+        return everything, everything
+    order = np.argsort(values, kind="stable")
+    starts = np.ones(len(values), dtype=np.bool_)
+    starts[1:] = values[order[1:]] != values[order[:-1]]
+    first = order[starts]
+    group = np.empty(len(values), dtype=np.int64)
+    group[order] = np.cumsum(starts) - 1
+    by_position = np.argsort(first, kind="stable")
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[by_position] = np.arange(len(first))
+    return first[by_position], rank[group]
+
+
+def distinct(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    """The distinct values, sorted; numpy's `unique` hashes, which is slower here."""
+    if len(values) < 2:
+        return values
+    ordered = np.sort(values)
+    is_first = np.ones(len(ordered), dtype=np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
+
+
+def distinct_in_order(values: Int64s) -> Int64s:
+    """The distinct values in the order in which they stand first."""
+    if len(values) < 2:
+        return values
+    return values[_number_in_order(values)[0]]
