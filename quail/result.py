@@ -1,0 +1,212 @@
+"""What a run gives back: the table and the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from quail.errors import QuailError
+from quail.rendering import box, html_table, iterate
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+TOKEN_COUNTS = (
+    "naive",
+    "computed",
+    "reused_rewind",
+    "reused_prefix",
+    "reused_retained",
+    "recomputed",
+    "wasted",
+)
+
+
+@dataclass(frozen=True)
+class Report(Mapping[str, Any]):
+    """What a run did. Reads as a mapping too: `report["tokens"]["computed"]`; `print(report)` is a summary.
+
+    Attributes:
+        seconds: wall time in seconds: `boot` (loading the model, in the run that did it), `plan` (binding and
+            materializing), `tokenize`, `forward` (inside the model), `run` (from the first question to the
+            last answer), `total`.
+        tokens: the ledger. `naive` = `computed` + `reused_rewind` + `reused_prefix` + `reused_retained`;
+            `recomputed` is the part of `computed` that had been computed before and was lost; `wasted` was
+            thrown away.
+        stages: one mapping a call: `text`, `evaluated`, `passed`, `selectivity` (observed), `null`,
+            `deduplicated`.
+        passes: forward passes through the model.
+        memory: sizes in bytes and counts of pages, among them `peak_resident_bytes` of the process.
+        model: its name, or None where no model was asked.
+        device: where it ran.
+        dtype: of its weights and KV.
+        rows: rows of the result.
+        documents: distinct documents that the model read.
+        truncated: documents that were cut because `on_long='truncate'` was set.
+        nulls: NULL answers: of NULL arguments, and of rows that failed in a run that goes on.
+        errors: rows that failed in a run that goes on, each with `row` and `reason`.
+        warnings: what a reader of the result should know.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_COUNTS, 0))
+    stages: tuple[Mapping[str, Any], ...] = ()
+    passes: int = 0
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    rows: int = 0
+    documents: int = 0
+    truncated: int = 0
+    nulls: int = 0
+    errors: tuple[Any, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self:
+            raise KeyError(f"{key!r} is not in the report; it has {', '.join(self)}")
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (each.name for each in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __contains__(self, key: object) -> bool:
+        return any(each.name == key for each in fields(self))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self._headline(), *self._stage_lines(), *self._token_lines(), *self._trouble_lines()]
+        )
+
+    def _headline(self) -> str:
+        spent = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
+        engine = "no model asked" if self.model is None else f"{self.model} on {self.device}, {self.dtype}"
+        total = self.seconds.get("total", 0.0)
+        return f"{self.rows:,} rows | {engine} | {total:.2f} s" + (f" ({spent})" if spent else "")
+
+    def _stage_lines(self) -> list[str]:
+        if not self.stages:
+            return []
+        lines = [f"  {'evaluated':>9}  {'passed':>9}  {'share':>6}  {'NULL':>6}  call"]
+        for stage in self.stages:
+            share = stage.get("observed_selectivity")
+            text = " ".join(str(stage.get("call", "")).split())
+            passed = stage.get("passed")
+            lines.append(
+                f"  {stage.get('evaluated', 0):>9,}  {'-' if passed is None else format(passed, ','):>9}  "
+                f"{'-' if share is None else format(share, '.3f'):>6}  {stage.get('null', 0):>6,}  "
+                f"{text if len(text) <= 70 else text[:69] + '…'}"
+            )
+        return lines
+
+    def _token_lines(self) -> list[str]:
+        counts = self.tokens
+        if not counts.get("naive") and not counts.get("computed"):
+            return []
+        run = self.seconds.get("run", 0.0)
+        rate = f" | {counts['computed'] / run:,.0f} tokens/s" if run else ""
+        peak = self.memory.get("peak_resident_bytes")
+        memory = f" | peak memory {peak / 2**30:.2f} GiB" if peak else ""
+        return [
+            f"  tokens: {counts['naive']:,} naive = {counts['computed']:,} computed"
+            f" + {counts['reused_rewind']:,} rewind + {counts['reused_prefix']:,} prefix"
+            f" + {counts['reused_retained']:,} retained"
+            f" ({counts['recomputed']:,} recomputed, {counts['wasted']:,} wasted)",
+            f"  {self.passes:,} passes{rate}{memory}",
+        ]
+
+    def _trouble_lines(self) -> list[str]:
+        lines = [f"  warning: {warning}" for warning in self.warnings]
+        if self.truncated:
+            lines.append(f"  {self.truncated:,} documents were truncated to fit the model's context")
+        if self.errors:
+            first = self.errors[0]
+            lines.append(f"  {len(self.errors):,} rows failed, the first {first['row']}: {first['reason']}")
+        return lines
+
+
+class QueryResult:
+    """The rows of a query, in the order the statement gives them.
+
+    Attributes:
+        report: what the run did.
+    """
+
+    def __init__(self, table: pa.Table, report: Report) -> None:
+        self._table = table
+        self.report = report
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return list(self._table.column_names)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and Arrow types of the columns."""
+        return self._table.schema
+
+    def arrow(self) -> pa.Table:
+        """The rows as an Arrow table, not copied."""
+        return self._table
+
+    def df(self) -> pandas.DataFrame:
+        """The rows as a pandas frame.
+
+        Raises:
+            QuailError: pandas is not installed.
+        """
+        _need("pandas")
+        frame: pandas.DataFrame = self._table.to_pandas()
+        return frame
+
+    def pl(self) -> polars.DataFrame:
+        """The rows as a polars frame.
+
+        Raises:
+            QuailError: polars is not installed.
+        """
+        frame: polars.DataFrame = _need("polars").from_arrow(self._table)
+        return frame
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        """The rows as tuples of Python values."""
+        return list(self)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iterate(self._table)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def show(self, max_rows: int = 20) -> None:
+        """Prints the first rows in a box."""
+        text = box(self._table, max_rows=max_rows)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding))
+
+    def __repr__(self) -> str:
+        return box(self._table)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table)
+
+
+def _need(library: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(library)
+    except ImportError:
+        raise QuailError(
+            f"{library} is not installed", hint=f"pip install {library}, or use .arrow() or .fetchall()"
+        ) from None

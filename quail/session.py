@@ -1,0 +1,288 @@
+"""Where a user begins: a session holds tables and the engine; a query has been understood, not run."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import pyarrow as pa
+
+from quail.config import EngineConfig, check_choice
+from quail.errors import ConfigError, QuailError, QueryCancelled
+from quail.execution.asks import Answerer, RunControl
+from quail.frontend.sql import bind_sql
+from quail.progress import Display, display
+from quail.result import TOKEN_COUNTS, QueryResult, Report
+from quail.sources.catalog import Catalog, SourceInfo
+
+if TYPE_CHECKING:
+    from quail.execution.relational import RelationalRun
+    from quail.plan.statement import BoundStatement
+
+Parameters = Sequence[Any] | Mapping[str, Any]
+ORDERS = ("auto", "as_written")
+ON_LONG = ("error", "truncate")
+ON_ERROR = ("raise", "null")
+
+
+class Session:
+    """Tables, and the engine that answers questions about them.
+
+    The model is loaded by the first query that asks it and stays loaded until `close`. Threads may share a
+    session; their runs come one after another.
+
+    Args:
+        config: settings of the engine; None takes the defaults and the `QUAIL_*` environment variables.
+        database: DuckDB file that keeps what `CREATE TABLE` makes; None keeps it in memory.
+        allow: files and folders that statements may read and write besides the registered tables.
+        engine: answers questions in the model's place (anything with `run(calls, feed, control)`); it is left
+            open.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+        SourceError: the database cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        database: str | os.PathLike[str] | None = None,
+        allow: Iterable[str | os.PathLike[str]] = (),
+        engine: Answerer | None = None,
+    ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}, not an EngineConfig",
+                hint="Session(quail.EngineConfig(model=…))",
+            )
+        self.config = EngineConfig() if config is None else config
+        self._engine = engine
+        self._owns_engine = engine is None
+        self._lock = threading.RLock()
+        self._closed = False
+        self._catalog = Catalog(database, allow)
+
+    @property
+    def tables(self) -> Mapping[str, SourceInfo]:
+        """The registered tables by name."""
+        return self._open().tables
+
+    def register(self, name: str, source: object) -> None:
+        """Makes a source a table; see `quail.sources.catalog.Catalog.register` for what a source may be.
+
+        Raises:
+            SourceError: a name or source that cannot be used.
+        """
+        self._open().register(name, source)
+
+    def sql(self, text: str, params: Parameters | None = None) -> Query:
+        """Binds a statement; nothing runs yet.
+
+        Args:
+            text: one SQL statement, DuckDB's dialect with AI calls.
+            params: values for its `?` (a sequence) or `$name` (a mapping).
+
+        Raises:
+            BindError: the statement cannot be understood; says where.
+        """
+        catalog = self._open()
+        if not isinstance(text, str):
+            raise QuailError(f"a statement is text, not {type(text).__name__}")
+        started = time.perf_counter()
+        bound = bind_sql(text, params, catalog)
+        for warning in bound.warnings:
+            warnings.warn(warning, UserWarning, stacklevel=2)
+        return Query(self, bound, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Frees the model and closes the database. A session can be closed more than once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._owns_engine and self._engine is not None:
+                self._engine.close()  # type: ignore[attr-defined]
+            self._engine = None
+            self._catalog.close()
+
+    def __enter__(self) -> Session:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Catalog:
+        if self._closed:
+            raise QuailError("the session is closed", hint="open a new one with quail.Session()")
+        return self._catalog
+
+    def _answerer(self, shown: Display) -> Answerer:
+        """The engine, loaded now if it was not yet."""
+        if self._engine is None:
+            from quail.execution.runner import Engine
+
+            self._engine = Engine.boot(self.config, progress=shown.say)
+        return self._engine
+
+
+class Query:
+    """A statement that was understood and has not run. Made by `Session.sql`; may run more than once."""
+
+    def __init__(self, session: Session, bound: BoundStatement, bind_seconds: float) -> None:
+        self._session = session
+        self._bound = bound
+        self._bind_seconds = bind_seconds
+        self._cancelled = threading.Event()
+        self._running: RelationalRun | None = None
+
+    @property
+    def text(self) -> str:
+        """The statement."""
+        return self._bound.text
+
+    def explain(self, format: str = "text", *, order: str = "auto", analyze: bool = False) -> str:
+        """The plan: what is asked, what that computes, how long it takes.
+
+        Tokens are counted with the model's tokenizer where the model is here; the model is not loaded.
+
+        Args:
+            format: `text` or `json`.
+            order: as for `run`.
+            analyze: run the statement too, and show what was done beside what was planned. Otherwise the
+                model is not asked and nothing is written.
+        """
+        from quail.plan.explain import explain
+
+        check_choice("format", format, ("text", "json"))
+        check_choice("order", order, ORDERS)
+        session = self._session
+        return explain(
+            self._bound,
+            session._open(),
+            format=format,
+            order=order,
+            config=session.config if session._owns_engine else None,
+            analyze=(lambda: self.run(order=order).report) if analyze else None,
+        )
+
+    def run(
+        self,
+        *,
+        order: str = "auto",
+        on_long: str = "error",
+        on_error: str = "raise",
+        progress: bool | None = None,
+    ) -> QueryResult:
+        """Runs the statement.
+
+        Args:
+            order: `auto` asks the cheapest question first, `as_written` follows the text.
+            on_long: a document longer than the model's context is an `error`, or `truncate` cuts it.
+            on_error: what to do with a row that cannot be answered: `raise`, or `null`: its answer is NULL
+                and the report lists it.
+            progress: True shows a bar, False none, None one on terminals and in notebooks.
+
+        Raises:
+            UnsupportedError: the engine cannot serve the statement yet.
+            RowError: a row cannot be answered.
+            QueryCancelled: `cancel` was called.
+        """
+        check_choice("order", order, ORDERS)
+        check_choice("on_long", on_long, ON_LONG)
+        check_choice("on_error", on_error, ON_ERROR)
+        self._cancelled.clear()
+        with self._session._lock, display(progress) as shown:
+            control = RunControl(
+                on_progress=shown.update,
+                cancelled=self._cancelled.is_set,
+                on_long=on_long,
+                on_error=on_error,
+                order=order,
+            )
+            try:
+                return self._run(control, shown)
+            except duckdb.InterruptException:
+                raise QueryCancelled("the query was cancelled") from None
+            except duckdb.Error as error:
+                raise QuailError(self._session._open().message_of(error)) from error
+
+    def collect(self) -> pa.Table:
+        """Runs the statement; the rows as an Arrow table."""
+        return self.run().arrow()
+
+    def cancel(self) -> None:
+        """Stops the run in progress, from another thread; it raises `QueryCancelled` after its pass."""
+        self._cancelled.set()
+        running = self._running
+        if running is not None:
+            with suppress(duckdb.Error):
+                running.interrupt()
+
+    def __repr__(self) -> str:
+        return f"Query({self.text!r})"
+
+    def _run(self, control: RunControl, shown: Display) -> QueryResult:
+        from quail.execution.relational import RelationalRun
+
+        session = self._session
+        catalog = session._open()
+        if session._owns_engine:
+            self._bound.require_engine_served()
+        started = time.perf_counter()
+        run = self._running = RelationalRun(self._bound, catalog, control)
+        try:
+            seconds = {"boot": 0.0, "plan": self._bind_seconds + time.perf_counter() - started}
+            part: dict[str, Any] = {}
+            answerer: Answerer | None = None
+            if self._bound.calls and not run.feed.done:
+                boot_started = time.perf_counter()
+                answerer = session._answerer(shown)
+                seconds["boot"] = time.perf_counter() - boot_started
+                part = answerer.run(self._bound.calls, run.feed, control)
+            table = run.result()
+            seconds |= part.get("seconds", {})
+            seconds["total"] = self._bind_seconds + time.perf_counter() - started
+            return QueryResult(
+                table, _report(table, run.stages(), part, answerer, seconds, self._bound.warnings)
+            )
+        finally:
+            self._running = None
+            run.close()
+
+
+def _report(
+    table: pa.Table,
+    stages: Sequence[Mapping[str, Any]],
+    part: Mapping[str, Any],
+    answerer: Answerer | None,
+    seconds: Mapping[str, float],
+    notes: Sequence[str],
+) -> Report:
+    about: dict[str, Any] = getattr(answerer, "describe", dict)()
+    return Report(
+        seconds=dict(seconds),
+        tokens=dict.fromkeys(TOKEN_COUNTS, 0) | dict(part.get("tokens", {})),
+        stages=tuple(stages),
+        passes=int(part.get("passes", 0)),
+        memory=dict(part.get("memory", {})),
+        model=about.get("model"),
+        device=about.get("device"),
+        dtype=about.get("dtype"),
+        rows=table.num_rows,
+        documents=int(part.get("documents", 0)),
+        truncated=int(part.get("truncated", 0)),
+        nulls=sum(int(stage.get("null", 0)) for stage in stages),
+        errors=tuple(part.get("errors", ())),
+        warnings=(*notes, *part.get("warnings", ())),
+    )
