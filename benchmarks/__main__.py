@@ -1,43 +1,88 @@
-"""`make bench`: what the CPU path reaches on this machine, as ratios measured side by side in one run."""
+"""`make bench`: what this machine reaches, as ratios measured side by side in one run.
+
+python -m benchmarks [filters] [sharing] [tree]
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from benchmarks import filters
+from benchmarks import lines
+from benchmarks.lines import Line
 
 RESULTS = Path(__file__).parent / "results"
 
 
+def run_filters(arguments: argparse.Namespace) -> list[Line]:
+    """Filters over texts of 300 tokens."""
+    from benchmarks import filters
+
+    return filters.measure(num_documents=arguments.documents, num_rounds=arguments.rounds)
+
+
+def run_sharing(arguments: argparse.Namespace) -> list[Line]:
+    """Prefix sharing over transcripts."""
+    from benchmarks import sharing
+
+    return sharing.measure(num_calls=arguments.calls, num_rounds=arguments.rounds)
+
+
+def run_tree(arguments: argparse.Namespace) -> list[Line]:
+    """The prefix tree of a million documents."""
+    from benchmarks import prefix_tree
+
+    return prefix_tree.measure()
+
+
+BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
+    "filters": run_filters,
+    "sharing": run_sharing,
+    "tree": run_tree,
+}
+
+
 def main() -> int:
-    """Runs the measurements, prints them beside their bars and stores them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--documents", type=int, default=100, help="texts of 300 tokens (default 100)")
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; medians are reported")
+    """Runs the named benchmarks, prints their lines beside their bars and stores them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured side by side.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)} (default filters)")
+    parser.add_argument("--documents", type=int, default=100, help="filters: texts of 300 tokens (100)")
+    parser.add_argument("--calls", type=int, default=20, help="sharing: transcripts (20)")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; medians are reported (3)")
     parser.add_argument("--no-store", action="store_true", help="print only")
     arguments = parser.parse_args()
-    lines = filters.measure(num_documents=arguments.documents, num_rounds=arguments.rounds)
-    width = max(len(line.name) for line in lines)
-    for line in lines:
+    unknown = [name for name in arguments.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    are_met = True
+    for name in arguments.names or ["filters"]:
+        found = BENCHMARKS[name](arguments)
+        show(found)
+        if not arguments.no_store:
+            store(name, found)
+        are_met = are_met and all(line.is_met for line in found)
+    return 0 if are_met else 1
+
+
+def show(found: list[Line]) -> None:
+    """Prints lines."""
+    width = max(len(line.name) for line in found)
+    for line in found:
         verdict = "meets" if line.is_met else "MISSES"
-        print(f"{line.name:<{width}}  {line.value:8.3f}  {verdict} {line.bar}   ({line.detail})")
-    if not arguments.no_store:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"filters-{date.today()}.json"
-        machine = {
-            "processor": filters.processor(),
-            "python": platform.python_version(),
-            **filters.versions(),
-        }
-        found = {line.name: {"value": line.value, "bar": line.bar, "detail": line.detail} for line in lines}
-        path.write_text(json.dumps({"machine": machine, "lines": found}, indent=2) + "\n")
-        print(f"stored in {path}")
-    return 0 if all(line.is_met for line in lines) else 1
+        print(f"{line.name:<{width}}  {line.value:8.3f}  {verdict} {line.bar}   ({line.detail})", flush=True)
+
+
+def store(name: str, found: list[Line]) -> None:
+    """Writes lines beside the machine they were measured on."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{date.today()}.json"
+    figures = {line.name: {"value": line.value, "bar": line.bar, "detail": line.detail} for line in found}
+    path.write_text(json.dumps({"machine": lines.machine(), "lines": figures}, indent=2) + "\n")
+    print(f"stored in {path}")
 
 
 if __name__ == "__main__":

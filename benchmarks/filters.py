@@ -4,12 +4,10 @@ transformers.
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import quail
+from benchmarks.lines import Line, spread
 from quail.config import EngineConfig
 from quail.execution.asks import RunControl
 from quail.execution.runner import Engine
@@ -28,17 +26,6 @@ from tests.engine.feeds import ChainFeed, question
 CHAPTERS = Path(__file__).parent.parent / "examples" / "data" / "chapters.parquet"
 CALLS = (question(0, "\n\nIs this about the sea?"), question(1, "\n\nDoes anybody speak in this text?"))
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One measured figure beside its bar."""
-
-    name: str
-    value: float
-    bar: str
-    is_met: bool
-    detail: str
 
 
 class KeepingFeed(ChainFeed):
@@ -148,7 +135,7 @@ def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
     prompts = []
     for text in sample:
         ids, _ = engine.tokenizer.encode_plain([text])
-        prompts += [np.concatenate([engine._pieces.prefix, ids, stage.suffix(0)]) for stage in stages]
+        prompts += [np.concatenate([engine._pieces.prefix, ids, stage.tail]) for stage in stages]
     oracle = transformers_model(getattr(torch, engine.describe()["dtype"]))
     run_seconds(engine, ChainFeed(texts[:8], 2))
     transformers_seconds(oracle, prompts[:2])
@@ -163,7 +150,7 @@ def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
     second = statistics.median((both - kept) / alone for kept, both, alone in seconds)
     speedup = statistics.median(peer / both for peer, (_, both, _) in zip(peers, seconds, strict=True))
     alone = statistics.median(s[2] for s in seconds)
-    rate = num_documents * (300 + len(stages[0].suffix(0))) / alone
+    rate = num_documents * (300 + len(stages[0].tail)) / alone
     share, boot = statistics.median(shares), statistics.median(boots)
     return [
         Line("matrix products / pass time", share, ">= 0.45", share >= 0.45, spread(shares)),
@@ -171,23 +158,3 @@ def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
         Line("boot to first answer, seconds", boot, "<= 6", boot <= 6, spread(boots)),
         Line("transformers / quail, two filters", speedup, ">= 1.8", speedup >= 1.8, spread(peers)),
     ]
-
-
-def spread(values: list[float]) -> str:
-    """Least and greatest of a few values."""
-    return f"{min(values):.3g} to {max(values):.3g}"
-
-
-def processor() -> str:
-    """The processor's name and number of cores."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = "unknown processor"
-    return f"{os.cpu_count()} x {name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def versions() -> dict[str, str]:
-    """Versions that decide about speed."""
-    return {"torch": torch.__version__, "quail": quail.__version__}

@@ -57,8 +57,24 @@ def rates_of(
     return rates
 
 
+def kept_rates(cache_dir: Path, dtype: str, threads: int | None = None) -> Rates | None:
+    """Rates of this CPU that were measured before; torch is not needed.
+
+    Args:
+        cache_dir: where measured rates are kept.
+        dtype: `float32` or `bfloat16`.
+        threads: of the engine; None takes the measurement with the most threads.
+    """
+    count = "*" if threads is None else str(threads)
+    paths = (cache_dir / "rates").glob(f"{_processor()}-{count}-{dtype}.json")
+    paths_by_threads = sorted(paths, key=lambda path: int(path.stem.split("-")[-2]))
+    return _read(paths_by_threads[-1]) if paths_by_threads else None
+
+
 def measure_cpu(dtype: torch.dtype) -> Rates:
-    """Measures a CPU: products and attention of a pass's sizes, and copies larger than its caches."""
+    """Measures a CPU: products of a pass's sizes, attention to itself and to a history, and copies larger
+    than its caches.
+    """
     import torch
 
     from quail.kernels.attention import flash
@@ -68,27 +84,30 @@ def measure_cpu(dtype: torch.dtype) -> Rates:
         left, weight = torch.ones(rows, hidden, dtype=dtype), torch.ones(wide, hidden, dtype=dtype)
         out = torch.empty(rows, wide, dtype=dtype)
         matmul = _seconds(lambda: torch.mm(left, weight.t(), out=out))
-        length, heads, head_dim = 512, 8, 64
+        length, heads, head_dim, num_far = 1024, 8, 64, 2048
         query = torch.ones(1, heads, length, head_dim, dtype=dtype)
-        attention = _seconds(lambda: flash(query, query, query, False, head_dim**-0.5))
+        far = torch.ones(1, heads, num_far, head_dim, dtype=dtype)
+        pairs = length * (length + 1) / 2 + length * num_far
+        attention = _seconds(lambda: flash(query, query, query, True, head_dim**-0.5))
+        attention += _seconds(lambda: flash(query, far, far, False, head_dim**-0.5))
         source = torch.ones(2**24, dtype=torch.float32)
         target = torch.empty_like(source)
         copy = _seconds(lambda: target.copy_(source))
     return Rates(
         matmul_flops=2.0 * rows * hidden * wide / matmul,
-        attention_flops=4.0 * heads * length * length * head_dim / attention,
+        attention_flops=4.0 * heads * pairs * head_dim / attention,
         memory_bytes=2.0 * source.numel() * 4 / copy,
     )
 
 
 def _seconds(work: Callable[[], object], repeats: int = 9) -> float:
-    """The median of a few runs, after one that warms up."""
+    """The shortest of a few runs, after one that warms up: what else runs here only ever adds time."""
     found = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         work()
         found.append(time.perf_counter() - started)
-    return sorted(found[1:])[repeats // 2]
+    return min(found[1:])
 
 
 def _processor() -> str:

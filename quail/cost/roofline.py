@@ -14,7 +14,7 @@ class Rates:
 
     Attributes:
         matmul_flops: floating-point operations of matrix products as large as a pass's.
-        attention_flops: the same of attention, scores and values together.
+        attention_flops: the same of attention, scores and values together; masked pairs are not counted.
         memory_bytes: bytes read or written.
     """
 
@@ -30,17 +30,19 @@ class Seconds:
     Attributes:
         matmul: matrix products.
         attention: attention.
+        rows: what moves rows through memory beside products: norms, rotation, gates, copies.
         memory: KV written and read.
     """
 
     matmul: float
     attention: float
+    rows: float
     memory: float
 
     @property
     def total(self) -> float:
-        """Compute and memory overlap; the longer of the two counts."""
-        return max(self.matmul + self.attention, self.memory)
+        """Each of these is a kernel of its own, bound by compute or by memory, and they follow each other."""
+        return self.matmul + self.attention + self.rows + self.memory
 
 
 def matmul_flops_per_token(shape: ModelShape) -> float:
@@ -56,6 +58,18 @@ def attention_flops_per_pair(shape: ModelShape) -> float:
     return 4.0 * shape.num_heads * shape.head_dim * shape.num_layers
 
 
+def row_bytes_per_token(shape: ModelShape) -> float:
+    """Bytes that one row moves beside products, over all layers.
+
+    A layer reads or writes, for each row: nine times the hidden state in each of two norms (square, mean,
+    scale, weight, copy), five times the rotated heads, four times the attention's output on its way into
+    place, and five times the inner state (activation and gate).
+    """
+    q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    elements = 18 * shape.hidden_size + 5 * (q_width + kv_width) + 4 * q_width + 5 * shape.intermediate_size
+    return 1.0 * elements * shape.element_bytes * shape.num_layers
+
+
 def kv_bytes_per_token(shape: ModelShape) -> float:
     """Bytes of one token's KV over all layers."""
     return 2.0 * shape.num_kv_heads * shape.head_dim * shape.element_bytes * shape.num_layers
@@ -64,10 +78,12 @@ def kv_bytes_per_token(shape: ModelShape) -> float:
 def seconds(work: Work, shape: ModelShape, rates: Rates) -> Seconds:
     """Seconds of some work on a device.
 
-    Roofline model: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
+    KV is read in one place and written in another, so it moves twice. Roofline model: S. Williams, A.
+    Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
     """
     return Seconds(
         matmul=work.tokens * matmul_flops_per_token(shape) / rates.matmul_flops,
         attention=work.pairs * attention_flops_per_pair(shape) / rates.attention_flops,
-        memory=(work.kv_written + work.kv_read) * kv_bytes_per_token(shape) / rates.memory_bytes,
+        rows=work.tokens * row_bytes_per_token(shape) / rates.memory_bytes,
+        memory=2 * (work.kv_written + work.kv_read) * kv_bytes_per_token(shape) / rates.memory_bytes,
     )

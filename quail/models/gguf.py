@@ -10,16 +10,18 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 
 from quail.errors import ModelError
 from quail.models import rope
 from quail.models.config import FAMILIES, DecoderConfig, Family, checked_config
 from quail.models.gguf_file import GGUFFile, GGUFTensor
 from quail.models.weights import EMBEDDING, HEAD, check_tensors, tensor_shapes
+
+if TYPE_CHECKING:
+    import torch
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -172,6 +174,8 @@ def _rope(keys: _Keys, file: GGUFFile, head_dim: int) -> tuple[float, tuple[floa
 
 def read_tensor(file: GGUFFile, config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize one tensor, by its Hugging Face name, to float32 and round it to `dtype`."""
+    import torch
+
     tensor = file.tensors[gguf_name(name)]
     num_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
     step = max(1, _DEQUANTIZED_ELEMENTS * num_rows // max(1, int(np.prod(tensor.shape, dtype=np.int64))))

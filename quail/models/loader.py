@@ -12,12 +12,13 @@ import torch
 
 from quail.errors import ModelError
 from quail.models import gguf, registry
-from quail.models.chat import ChatPieces, chat_pieces
+from quail.models.chat import ChatPieces
 from quail.models.config import DecoderConfig
 from quail.models.converted import ConvertedModel, converted_folder, lock_of, read_converted, write_converted
 from quail.models.files import DigestIndex
 from quail.models.gguf_file import read_gguf_header
 from quail.models.gguf_tokenizer import tokenizer_from_gguf
+from quail.models.outline import outline_of
 from quail.models.safetensors_folder import map_folder, read_config, read_tokenizer_source, weight_files
 from quail.models.tokenizer import Tokenizer, TokenizerSource
 from quail.models.weights import check_finite, tensor_shapes
@@ -185,31 +186,14 @@ def _checked(opened: _Opened, loading: _Loading) -> Callable[[str], torch.Tensor
 
 
 def _assembled(name: str, revision: str, model: ConvertedModel) -> LoadedModel:
-    source = model.tokenizer
-    tokenizer = Tokenizer(source, name)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ModelError(
-            f"{name}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the embedding only "
-            f"{model.config.vocab_size} rows",
-            hint="the tokenizer belongs to another model",
-        )
-    chat, problem = None, f"{name} has no chat template"
-    if source.chat_template is not None:
-        try:
-            chat = _chat_without_bos(source, tokenizer, name)
-            problem = ""
-        except ModelError as error:
-            problem = error.message
-    layout = registry.default_layout(name, revision, chat is not None)
-    return LoadedModel(name, revision, model.config, model.weights, tokenizer, chat, problem, layout)
-
-
-def _chat_without_bos(source: TokenizerSource, tokenizer: Tokenizer, name: str) -> ChatPieces:
-    """The chat pieces; a BOS token that the template writes is taken off where `bos_ids` holds it already."""
-    assert source.chat_template is not None
-    pieces = chat_pieces(
-        source.chat_template, bos_token=source.bos_token, eos_token=source.eos_token, where=name
+    outline = outline_of(name, revision, model.config, model.tokenizer)
+    return LoadedModel(
+        name,
+        revision,
+        model.config,
+        model.weights,
+        outline.tokenizer,
+        outline.chat,
+        outline.chat_problem,
+        outline.layout,
     )
-    if source.bos_token and tokenizer.bos_ids:
-        return ChatPieces(pieces.opener.removeprefix(source.bos_token), pieces.closer)
-    return pieces

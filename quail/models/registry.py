@@ -153,6 +153,22 @@ def resolve(spec: str, cache_dir: Path, progress: Progress | None = None) -> Mod
     )
 
 
+def resolve_local(spec: str, cache_dir: Path) -> ModelSource | None:
+    """The files of a model as `resolve` finds them, or None where they would have to be fetched first."""
+    if spec in KNOWN_MODELS:
+        path = _known_info(KNOWN_MODELS[spec], cache_dir).path
+        return None if path is None else ModelSource(spec, path)
+    path = _local_path(spec)
+    if path is not None:
+        return resolve(spec, cache_dir)
+    if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
+        from quail.models.hub import local_snapshot
+
+        folder = local_snapshot(spec)
+        return None if folder is None else ModelSource(spec, folder)
+    return None
+
+
 def _local_path(spec: str) -> Path | None:
     try:
         path = Path(spec).expanduser()

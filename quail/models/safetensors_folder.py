@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from quail.errors import ModelError
 from quail.models.config import DecoderConfig, config_from_hf
 from quail.models.tokenizer import TokenizerSource
 from quail.models.weights import EMBEDDING, HEAD, check_tensors, tensor_shapes
 
+if TYPE_CHECKING:
+    import torch
+
 _LARGEST_JSON_BYTES = 1 << 28
 _INDEX = "model.safetensors.index.json"
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = ("torch.float32", "torch.float16", "torch.bfloat16")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -103,6 +104,8 @@ def map_folder(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
         ModelError: missing, unexpected, misshapen or doubled tensors, a wrong number format, or a head that
             contradicts the tie flag.
     """
+    import torch
+
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         for name, tensor in map_tensors(path).items():
@@ -122,7 +125,7 @@ def map_folder(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     check_tensors(shapes, tensor_shapes(config), str(folder))
     for name, tensor in weights.items():
-        if tensor.dtype not in _FLOATS:
+        if str(tensor.dtype) not in _FLOATS:
             raise ModelError(
                 f"{folder}: tensor {name} is {tensor.dtype}; float32, float16 and bfloat16 are read"
             )

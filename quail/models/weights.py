@@ -7,18 +7,21 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from quail.errors import ModelError
 from quail.models.config import DecoderConfig
 
+if TYPE_CHECKING:
+    import torch
+
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
-_STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_STORED_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 _SHOWN_NAMES = 8
 
 
@@ -95,6 +98,8 @@ def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
     Raises:
         ModelError: naming the tensor and how many of its values are not finite.
     """
+    import torch
+
     low, high = torch.aminmax(tensor)
     if bool(torch.isfinite(low) & torch.isfinite(high)):
         return
@@ -133,10 +138,16 @@ def write_safetensors(
 def _safetensors_blocks(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], torch.Tensor]
 ) -> Iterator[memoryview | bytes]:
+    import torch
+
     header, position = {}, 0
     for name, shape in shapes.items():
         stop = position + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {"dtype": _STORED_NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        header[name] = {
+            "dtype": _STORED_NAMES[str(dtype)],
+            "shape": list(shape),
+            "data_offsets": [position, stop],
+        }
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the data begins on a cache line

@@ -13,6 +13,9 @@ from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
 from quail.kv.prefix_sharing import PrefixTree
 
+ROW_LIMIT = "a row limit keeps the order of rows"
+FOLLOW_UP = "the documents become known one by one, as earlier answers come"
+
 
 @dataclass(frozen=True)
 class SharingDecision:
@@ -47,7 +50,8 @@ def decide(
     shape: ModelShape,
     rates: Rates,
     mode: str = "auto",
-    row_limited: bool = False,
+    obstacle: str | None = None,
+    scale: float = 1.0,
 ) -> SharingDecision:
     """Decides for one set of documents.
 
@@ -58,32 +62,41 @@ def decide(
         shape: the model.
         rates: the device.
         mode: `auto` compares costs; `on` and `off` decide.
-        row_limited: whether the rows must be answered in order because a limit ends the run early.
+        obstacle: why these documents cannot be run in the order of a tree, such as `ROW_LIMIT`.
+        scale: documents that each of these stands for, where they are a sample.
     """
-    saved = Work()
-    lent = np.zeros(len(lengths), dtype=np.int64)
-    for parent, shared in zip(tree.parent, tree.shared, strict=True):
-        if parent is not None:
-            saved += Work(tokens=shared, pairs=shared * (shared + 1) / 2)
-            lent[parent] = max(lent[parent], shared)
-    owned = np.maximum(0, lent - np.asarray(tree.shared, dtype=np.int64))
-    written = int(owned[~np.asarray(kept, dtype=bool)].sum())
+    shared = np.asarray(tree.shared, dtype=np.int64)
+    lent = np.zeros(len(shared), dtype=np.int64)
+    children = np.flatnonzero(shared)
+    np.maximum.at(
+        lent, np.array([tree.parent[i] for i in children.tolist()], dtype=np.int64), shared[children]
+    )
+    owned = np.maximum(0, lent - shared)
+    written = float(owned[~np.asarray(kept, dtype=bool)].sum()) * scale
+    pairs = float((shared * (shared + 1.0) / 2).sum())
+    saved = Work(tokens=float(shared.sum()), pairs=pairs) * scale
     saved_seconds = seconds(saved, shape, rates).total
     write_seconds = seconds(Work(kv_written=written), shape, rates).total
-    shares, reason = _verdict(int(saved.tokens), saved_seconds, write_seconds, mode, row_limited)
+    shares, why = _verdict(mode, obstacle, saved.tokens > 0, saved_seconds > write_seconds)
+    costs = f"saves {saved_seconds:.3g} s of compute, costs {write_seconds:.3g} s of extra KV writes"
     return SharingDecision(
-        shares, mode, int(sum(lengths)), int(saved.tokens), written, saved_seconds, write_seconds, reason
+        shares=shares,
+        mode=mode,
+        document_tokens=round(float(np.sum(lengths)) * scale),
+        shared_tokens=round(saved.tokens),
+        written_tokens=round(written),
+        saved_seconds=saved_seconds,
+        write_seconds=write_seconds,
+        reason=f"{'on' if shares else 'off'}: {why}" + ("" if obstacle else costs),
     )
 
 
-def _verdict(
-    shared_tokens: int, saved_seconds: float, write_seconds: float, mode: str, row_limited: bool
-) -> tuple[bool, str]:
-    if row_limited:
-        return False, "off: a row limit keeps the order of rows"
+def _verdict(mode: str, obstacle: str | None, is_shared: bool, pays: bool) -> tuple[bool, str]:
+    """Whether to share, and why, to be followed by the costs if nothing stands in the way."""
+    if obstacle is not None:
+        return False, obstacle
     if mode != "auto":
-        return mode == "on", f"{mode}: configured"
-    if not shared_tokens:
-        return False, "off: no document begins like another for a whole page"
-    costs = f"saves {saved_seconds:.3g} s of compute, costs {write_seconds:.3g} s of extra KV writes"
-    return saved_seconds > write_seconds, f"{'on' if saved_seconds > write_seconds else 'off'}: {costs}"
+        return mode == "on", "configured; it "
+    if not is_shared:
+        return False, "no document begins like another for a whole page; it "
+    return pays, "it "
