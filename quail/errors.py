@@ -10,7 +10,8 @@ QuailError
 ├── RowError                 one row that cannot be answered, with its table, row and numbers
 └── QueryCancelled           the run was stopped before its end
 
-A message names the thing, the numbers and the way out. `hint` holds the way out where it is a sentence of its own.
+A message names the thing, the numbers and the way out. `hint` holds the way out where it is a sentence of its
+own.
 """
 
 from __future__ import annotations

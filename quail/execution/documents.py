@@ -47,7 +47,7 @@ class DocumentEncoder:
         self._tokenizer = tokenizer
         self._before = pieces.prefix
         self._context_tokens = context_tokens
-        # No token holds more bytes than this, so a longer text cannot fit however it is split.
+        # A text of more bytes can hardly fit: no token holds more. (Bytes that no token holds may vanish.)
         self._longest_bytes = max(ALWAYS_TOKENIZED_BYTES, (context_tokens + 1) * tokenizer.max_token_bytes)
 
     def encode(self, texts: pa.Array) -> list[PrefixIds]:
@@ -71,8 +71,11 @@ class DocumentEncoder:
             flat, offsets = self._tokenizer.encode_plain(texts)
         found = []
         for place in range(len(texts)):
-            whole = np.concatenate([before, flat[offsets[place] : offsets[place + 1]]])
-            found.append(PrefixIds(whole[: self._context_tokens], len(whole), not is_long[place]))
+            ids, is_exact = flat[offsets[place] : offsets[place + 1]], not is_long[place]
+            if not is_exact and len(before) + len(ids) < self._context_tokens:
+                ids, is_exact = self._tokenizer.encode_plain([texts[place].as_py()])[0], True
+            whole = np.concatenate([before, ids])
+            found.append(PrefixIds(whole[: self._context_tokens], len(whole), is_exact))
         return found
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from quail.errors import PlanError, QueryCancelled, RowError
 from quail.execution.asks import RunControl
+from quail.execution.documents import DocumentEncoder
 from quail.execution.stages import Pieces, word_readout
 from quail.kv.pages import pages_for
 from quail.plan.prompts import PromptLayout
@@ -207,6 +209,26 @@ def test_a_megabyte_of_dashes_is_refused_quickly(tiny):
     run = tiny.run(CALLS[:1], ChainFeed(["-" * 1_000_000], 1), control=RunControl(on_long="truncate"))
     assert run.stats.num_truncated == 1
     assert time.perf_counter() - started < 20
+
+
+def test_a_huge_text_of_bytes_that_no_token_holds_is_not_cut_in_silence(tiny):
+    class Vanishing:
+        """A tokenizer without a token for NUL."""
+
+        max_token_bytes = 1
+
+        def encode_plain(self, texts):
+            kept = [
+                text.replace("\0", "") for text in (t if isinstance(t, str) else t.as_py() for t in texts)
+            ]
+            ids = [tiny.tokenizer.encode_plain([text])[0] for text in kept]
+            return np.concatenate(ids), np.cumsum([0, *map(len, ids)])
+
+    text = "\0" * 300_000 + "the end"
+    encoder = DocumentEncoder(Vanishing(), tiny.pieces, 64)
+    (found,) = encoder.encode(pa.array([text]))
+    assert found.ids.tolist() == tiny.prefix("the end").tolist()
+    assert found.is_exact
 
 
 def test_rows_that_fail_become_null_and_are_listed(tiny):
