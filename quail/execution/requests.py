@@ -36,6 +36,7 @@ class Request:
         suffix_done: suffix tokens already run, where the suffix spans passes.
         prefix_computed: prefix rows that were run on its behalf.
         recomputed: those of them that had been run before and were lost.
+        num_own_tokens: rows beside the prefix: suffix and branches.
     """
 
     document: Document
@@ -48,11 +49,11 @@ class Request:
     suffix_done: int = 0
     prefix_computed: int = 0
     recomputed: int = 0
+    num_own_tokens: int = field(init=False)
 
-    @property
-    def num_own_tokens(self) -> int:
-        """Rows beside the prefix."""
-        return len(self.suffix) + sum(len(branch.ids) for branch in self.branches)
+    def __post_init__(self) -> None:
+        num_branch_tokens = sum(len(branch.ids) for branch in self.branches) if self.branches else 0
+        self.num_own_tokens = len(self.suffix) + num_branch_tokens
 
 
 @dataclass(eq=False)
