@@ -38,6 +38,9 @@ SHARING_WINDOW_TOKENS = 2**24
 MOST_PARTNERS = 2**16
 """Partners of joins whose token ids are kept at hand."""
 
+MASS_ROWS = 16
+"""Rows at which the probability of a question's answers is looked at."""
+
 FIRST_TAKE = 16
 """Fresh questions taken from the feed before the length of its documents is known."""
 
@@ -54,6 +57,9 @@ class Model(Protocol):
 
     def logits(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
         """(len(rows), len(vocab_ids)) float32 logits of some of the states."""
+
+    def answer_mass(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
+        """(len(rows),) share of the probability that some vocabulary rows hold together."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class RunStats:
     num_truncated: int = 0
     num_calibration_tokens: int = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     sharing: list[SharingDecision] = field(default_factory=list)
 
 
@@ -147,6 +154,7 @@ class Run:
         self._overlong: dict[int, PrefixIds] = {}
         self.means: Means = {} if means is None else means
         self._held = HeldAnswers()
+        self._watched: set[Stage] = set()
         self._failed: list[Request] = []
         self._partners: dict[int, PrefixIds] = {}
         self._last_cut = 0
@@ -365,8 +373,22 @@ class Run:
             ]
             for place, answer in zip(places, readout.answers(logits), strict=True):
                 found[place] = answer
+            self._watch_mass(stages[index], states, first_reads[places])
         self.stats.forward_seconds += time.perf_counter() - started
         return found
+
+    def _watch_mass(self, stage: Stage, states: Any, read_rows: Int64s) -> None:
+        """Looks once, at a few rows, whether a question's answers are what the model would say at all."""
+        wanted = stage.readout.wanted[0]
+        if stage in self._watched or not len(wanted):
+            return
+        self._watched.add(stage)
+        mass = float(self.model.answer_mass(states, read_rows[:MASS_ROWS], wanted).mean())
+        if mass < 0.5:
+            self.stats.warnings.append(
+                f"the answers of {stage.call.text} hold {mass:.0%} of the probability, less than half: other "
+                "answer words, another cue or layout may fit this model better"
+            )
 
     def _hand_over(self, answered: Sequence[Request], answers: list[Float32s]) -> None:
         """Gives answers to the feed, a batch a call, and queues what follows from them."""

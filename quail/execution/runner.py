@@ -173,6 +173,7 @@ class Engine:
             "truncated": stats.num_truncated,
             "calibration_tokens": stats.num_calibration_tokens,
             "errors": stats.errors,
+            "warnings": stats.warnings,
             "prefix_sharing": {
                 "planned_shared_tokens": sum(d.shared_tokens for d in stats.sharing if d.shares),
                 "decisions": [asdict(decision) for decision in stats.sharing],

@@ -252,3 +252,11 @@ class PagedDecoder:
         picked = states.index_select(0, torch.from_numpy(rows).to(states.device))
         found: npt.NDArray[np.float32] = self.decoder.head(picked, vocab_ids).cpu().numpy()
         return found
+
+    def answer_mass(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
+        """(len(rows),) share of the probability that some vocabulary rows hold; over the whole vocabulary."""
+        picked = states.index_select(0, torch.from_numpy(rows).to(states.device))
+        shares = torch.softmax(self.decoder.head(picked), dim=-1)
+        wanted = torch.from_numpy(np.unique(vocab_ids)).to(states.device)
+        found: npt.NDArray[np.float32] = shares.index_select(1, wanted).sum(dim=1).cpu().numpy()
+        return found

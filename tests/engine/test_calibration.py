@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from quail.execution.asks import RunControl
 from quail.execution.calibration import CONTENT_FREE, stage_key
@@ -141,6 +142,20 @@ def test_codes_list_the_labels_and_read_one_row(engine):
     feed = ChainFeed(texts_of(3), 1)
     engine.run((call,), feed)
     assert set(feed.answers[0].values()) <= {"New York", "New"}
+
+
+def test_answers_that_hold_little_probability_give_a_warning(engine):
+    call = question(0, "\n\nIs it late?")
+    run = engine.run((call,), ChainFeed(texts_of(4), 1))
+    (warning,) = run.stats.warnings
+    assert "less than half" in warning
+    assert call.text in warning
+    stage = run.stages[0]
+    oracle = engine.decoder.head(engine.decoder.head_weight[:3].float())
+    expected = torch.softmax(oracle, dim=-1)[:, stage.readout.vocab_ids].sum(dim=1)
+    model = PagedDecoder(engine.decoder, engine.arena(1))
+    found = model.answer_mass(engine.decoder.head_weight[:3].float(), np.arange(3), stage.readout.vocab_ids)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_descriptions_are_shown(engine):
