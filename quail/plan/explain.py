@@ -19,7 +19,6 @@ from quail.errors import ConfigError, QuailError
 from quail.execution.forecast import Forecaster
 from quail.execution.population import AskedSite, NamedForecast, Population
 from quail.plan import syntax
-from quail.plan.logical import Operator
 from quail.plan.lookups import stand_in
 from quail.plan.statement import (
     Block,
@@ -146,11 +145,8 @@ def explain(
 
 
 def _is_forecast(bound: BoundStatement) -> bool:
-    """Whether what the engine would do can be predicted: calls over one document with two answers."""
-    return bool(bound.calls) and all(
-        call.prompt.num_arguments == 1 and call.operator in (Operator.IF, Operator.SCORE)
-        for call in bound.calls
-    )
+    """Whether what the engine would do can be predicted: calls over one document."""
+    return bool(bound.calls) and all(call.prompt.num_arguments == 1 for call in bound.calls)
 
 
 class _Explainer:

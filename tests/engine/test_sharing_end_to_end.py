@@ -19,6 +19,7 @@ from quail.kv.pages import PAGE_TOKENS
 from quail.models.decoder import PagedDecoder
 from quail.models.outline import read_outline
 from quail.models.registry import fetch
+from quail.plan.statement import BoundStatement
 from quail.planner.prefix_sharing import decide
 from tests.engine.engines import RecordingRun, TinyEngine, assert_equal_answers
 from tests.engine.feeds import ChainFeed, question
@@ -241,6 +242,19 @@ def test_a_row_limit_keeps_the_order_of_rows(open_session):
     assert plan["groups"][0]["sharing"]["reason"] == "off: a row limit keeps the order of rows"
     assert report["tokens"]["reused_prefix"] == 0
     assert report["stages"][0]["evaluated"] < 30
+
+
+def test_labels_are_planned_too(open_session, monkeypatch):
+    monkeypatch.setattr(BoundStatement, "require_engine_served", lambda self: None)
+    session = open_session()
+    start = "The ship left the harbour before dawn, and nobody on the pier waved. " * 3
+    session.register("calls", {"id": [1, 2, 3], "text": [start + "Soup!", start + "No.", "Rain."]})
+    statement = (
+        "SELECT id, AI.CLASSIFY(PROMPT(E'{0}\\n\\nMood:', text), ['good', 'very bad', 'very']) FROM calls"
+    )
+    _, report, plan = run_and_plan(session, statement)
+    assert_planned_is_done(report, plan)
+    assert report["tokens"]["reused_prefix"] > 0
 
 
 def test_analyze_shows_planned_beside_done(open_session):
