@@ -5,7 +5,7 @@ RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test slow check bench format clean
+.PHONY: demo test slow check bench bench-quality format clean
 
 demo: $(RUNTIME)
 	$(BIN)/quail demo
@@ -23,6 +23,9 @@ check: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks
+
+bench-quality: $(DEV)
+	$(BIN)/python -m benchmarks quality
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """`make bench`: what this machine reaches, as ratios measured side by side in one run.
 
-python -m benchmarks [filters] [sharing] [tree]
+python -m benchmarks [filters] [quality] [sharing] [tree]
 """
 
 from __future__ import annotations
@@ -39,8 +39,16 @@ def run_tree(arguments: argparse.Namespace) -> list[Line]:
     return prefix_tree.measure()
 
 
+def run_quality(arguments: argparse.Namespace) -> list[Line]:
+    """How often the default model is right."""
+    from benchmarks import quality
+
+    return quality.measure()
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
     "filters": run_filters,
+    "quality": run_quality,
     "sharing": run_sharing,
     "tree": run_tree,
 }

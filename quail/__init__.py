@@ -31,6 +31,9 @@ from quail.errors import (
 
 if TYPE_CHECKING:
     from quail.config import EngineConfig
+    from quail.frames import ai_classify, ai_if, ai_probabilities, ai_score
+    from quail.frontend.asking import col, prompt
+    from quail.frontend.builder import Docs
     from quail.result import QueryResult, Report
     from quail.session import Query, Session
     from quail.sources.catalog import SourceInfo
@@ -40,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BindError",
     "ConfigError",
+    "Docs",
     "EngineConfig",
     "ModelError",
     "PlanError",
@@ -54,16 +58,29 @@ __all__ = [
     "SourceInfo",
     "UnsupportedError",
     "__version__",
+    "ai_classify",
+    "ai_if",
+    "ai_probabilities",
+    "ai_score",
+    "col",
+    "prompt",
 ]
 
 # Names that need DuckDB and Arrow are imported when they are first used.
 _LAZY = {
+    "Docs": "quail.frontend.builder",
     "EngineConfig": "quail.config",
     "Query": "quail.session",
     "QueryResult": "quail.result",
     "Report": "quail.result",
     "Session": "quail.session",
     "SourceInfo": "quail.sources.catalog",
+    "ai_classify": "quail.frames",
+    "ai_if": "quail.frames",
+    "ai_probabilities": "quail.frames",
+    "ai_score": "quail.frames",
+    "col": "quail.frontend.asking",
+    "prompt": "quail.frontend.asking",
 }
 
 

@@ -211,6 +211,45 @@ def demo(
 
 @app.command()
 @_Errors.reported
+def layouts(
+    data: Annotated[str, typer.Option(help="Parquet, CSV or JSON lines with labelled rows.")],
+    label: Annotated[str, typer.Option(help="Column of the right answers: boolean, or text.")],
+    text: Annotated[str | None, typer.Option(help="Column of the documents; found if there is one.")] = None,
+    cue: Annotated[
+        list[str] | None,
+        typer.Option(help="What follows the document, such as Sentiment:; or a template; repeatable."),
+    ] = None,
+    answers: Annotated[
+        list[str] | None,
+        typer.Option(help="positive,negative (true first), or word=label,word=label; repeatable."),
+    ] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="completion or chat; both by default.")] = None,
+    rows: Annotated[int, typer.Option(help="Most rows that are asked about.", min=2)] = 200,
+    seed: Annotated[int, typer.Option(help="Of the choice of rows.", min=0)] = 1,
+    format: Annotated[str, typer.Option("--format", "-f", help="table or json.")] = "table",
+    model: Model = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measure on labelled rows which layout, cue and answer words a model answers best."""
+    from quail.config import check_choice
+    from quail.layouts import LAYOUTS, Rows, measure_layouts, print_layouts
+
+    check_choice("format", format, ("table", "json"))
+    for each in layout or ():
+        check_choice("layout", each, LAYOUTS)
+    found = measure_layouts(
+        _config(model=model, device=device, dtype=dtype),
+        Rows(data, label, text, rows, seed),
+        layouts=layout or LAYOUTS,
+        cues=cue or (),
+        answers=answers or (),
+    )
+    print_layouts(found, format)
+
+
+@app.command()
+@_Errors.reported
 def doctor(
     rates: Annotated[bool, typer.Option(help="Measure the device's rates, in a few seconds.")] = True,
 ) -> None:

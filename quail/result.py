@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -67,6 +67,28 @@ class Report(Mapping[str, Any]):
     nulls: int = 0
     errors: tuple[Any, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def total(cls, reports: Sequence[Report]) -> Report:
+        """One report of several runs that made one result, of which the last gave the rows."""
+        last = reports[-1]
+        asked = [report for report in reports if report.model is not None] or [last]
+        return replace(
+            last,
+            seconds=_sums([report.seconds for report in reports]),
+            tokens={name: int(each) for name, each in _sums([report.tokens for report in reports]).items()},
+            stages=tuple(stage for report in reports for stage in report.stages),
+            passes=sum(report.passes for report in reports),
+            memory=asked[-1].memory,
+            model=asked[-1].model,
+            device=asked[-1].device,
+            dtype=asked[-1].dtype,
+            documents=sum(report.documents for report in reports),
+            truncated=sum(report.truncated for report in reports),
+            nulls=sum(report.nulls for report in reports),
+            errors=tuple(error for report in reports for error in report.errors),
+            warnings=tuple(dict.fromkeys(warning for report in reports for warning in report.warnings)),
+        )
 
     def __getitem__(self, key: str) -> Any:
         if key not in self:
@@ -132,6 +154,11 @@ class Report(Mapping[str, Any]):
             first = self.errors[0]
             lines.append(f"  {len(self.errors):,} rows failed, the first {first['row']}: {first['reason']}")
         return lines
+
+
+def _sums(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in counts for name in each)
+    return {name: sum(each.get(name, 0) for each in counts) for name in names}
 
 
 class QueryResult:

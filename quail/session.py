@@ -24,6 +24,7 @@ from quail.sources.catalog import Catalog, SourceInfo
 
 if TYPE_CHECKING:
     from quail.execution.relational import RelationalRun
+    from quail.frontend.builder import Docs
     from quail.plan.statement import BoundStatement
 
 Parameters = Sequence[Any] | Mapping[str, Any]
@@ -101,6 +102,21 @@ class Session:
         for warning in bound.warnings:
             warnings.warn(warning, UserWarning, stacklevel=2)
         return Query(self, bound, time.perf_counter() - started)
+
+    def docs(self, source: str | Query, params: Parameters | None = None) -> Docs:
+        """Begins a query that Python builds step by step; see `quail.frontend.builder.Docs`.
+
+        Args:
+            source: name of a table, a query as text, or a `Query`.
+            params: values for the parameters of a query that is text.
+
+        Raises:
+            SourceError: no such table.
+            BindError: a query that cannot be understood; says where.
+        """
+        from quail.frontend.builder import Docs
+
+        return Docs.of(self, source, params)
 
     def close(self) -> None:
         """Frees the model and closes the database. A session can be closed more than once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -151,13 +151,13 @@ class Block:
         Raises:
             ConfigError: two relations of one name, or a join without a name.
         """
-        mine = self._joinable()
-        if len(other.relations) > 1:
+        mine = self.joinable()
+        if len(other.relations) > 1 and other.is_open:
             raise ConfigError(
                 "the other side of a join is itself a join without a name", hint="other.alias('pairs')"
             )
         keeps = join != "LEFT JOIN" and other.is_open and not (other.computed or other.orders)
-        theirs = other._joinable() if keeps else (other if other.is_bare else other.wrapped())
+        theirs = other.joinable() if keeps else (other if other.is_bare else other.wrapped())
         taken = {relation.alias.casefold() for relation in mine.relations}
         if theirs.alias.casefold() in taken:
             raise ConfigError(
@@ -170,7 +170,7 @@ class Block:
             conditions=(*mine.conditions, *theirs.conditions),
         )
 
-    def _joinable(self) -> Block:
+    def joinable(self) -> Block:
         """This SELECT without conditions that other columns could make ambiguous."""
         block = self.opened()
         if len(block.relations) > 1 or all(condition.is_qualified for condition in block.conditions):
@@ -180,6 +180,18 @@ class Block:
         inner = replace(block, conditions=tuple(c for c in block.conditions if not c.is_qualified))
         outer = tuple(c for c in block.conditions if c.is_qualified)
         return replace(inner.wrapped(), conditions=outer)
+
+    def selected(self, items: Sequence[tuple[str, str]]) -> Block:
+        """With a select list; an order by a computed column that is not in it is by its call."""
+        orders = list(self.orders)
+        for call in self.computed:
+            if (call.text, call.name) in items:
+                continue
+            for i, order in enumerate(orders):
+                name = literals.name(call.name)
+                if order in (name, f"{name} DESC"):
+                    orders[i] = call.text + order[len(name) :]
+        return replace(self, items=tuple(items), computed=(), orders=tuple(orders))
 
     def column(self, column: Column) -> str:
         """A column as SQL.
@@ -254,7 +266,7 @@ class Block:
             if isinstance(source, Applied):
                 text = literals.name(names.get(source, source.shown))
             elif isinstance(source, Block):
-                text = "(\n" + "\n".join(f"  {line}" for line in source.sql(names).split("\n")) + "\n)"
+                text = f"(\n{source.sql(names)}\n)"  # not indented: a text literal may run over lines
             else:
                 text = source
             alias = literals.name(relation.alias)

@@ -63,14 +63,10 @@ def value(thing: object) -> str:
         return "true" if thing else "false"
     if isinstance(thing, str):
         return string(thing)
-    if isinstance(thing, int | decimal.Decimal):
-        return (
-            f"'{thing}'::DOUBLE"
-            if isinstance(thing, decimal.Decimal) and not thing.is_finite()
-            else str(thing)
-        )
-    if isinstance(thing, float):
-        return repr(thing) if math.isfinite(thing) else f"'{thing}'::DOUBLE"
+    if isinstance(thing, int):
+        return str(int(thing))
+    if isinstance(thing, float | decimal.Decimal):
+        return str(thing) if math.isfinite(thing) else f"'{float(thing)}'::DOUBLE"
     if isinstance(thing, bytes):
         return "'" + "".join(f"\\x{byte:02X}" for byte in thing) + "'::BLOB"
     if isinstance(thing, datetime.datetime):
@@ -93,7 +89,7 @@ def value(thing: object) -> str:
 
 
 def expression(text: str, params: Parameters = None, *, what: str) -> str:
-    """An SQL expression that stays one wherever it is put, with its parameters as literals.
+    """An SQL expression in parentheses, with its parameters as literals: one wherever it is put.
 
     Args:
         text: the expression.
@@ -111,7 +107,8 @@ def expression(text: str, params: Parameters = None, *, what: str) -> str:
     node = _parse(f"{head}{text}\n)", text, what)
     if len(node["select_list"]) != 1 or node["select_list"][0].get("class") == "STAR":
         raise BindError(f"{what} takes one SQL expression, got {text!r}")
-    return _with_literals(node, text, params, len(head))
+    whole = _with_literals(node, text, params, len(head))
+    return f"({whole}\n)" if "--" in whole else f"({whole})"
 
 
 def query(text: str, params: Parameters = None) -> str:
@@ -128,7 +125,8 @@ def words(text: str) -> frozenset[str]:
     """The names in a piece of SQL, in lower case."""
     encoded = text.encode()
     starts = [start for start, _ in duckdb.tokenize(text)] + [len(encoded)]
-    tokens = (encoded[start:stop].decode(errors="replace").strip() for start, stop in zip(starts, starts[1:]))
+    pieces = zip(starts, starts[1:], strict=False)
+    tokens = (encoded[start:stop].decode(errors="replace").strip() for start, stop in pieces)
     return frozenset(token.strip('"').replace('""', '"').lower() for token in tokens)
 
 

@@ -149,6 +149,11 @@ class Catalog:
             )
         return made.info
 
+    def unregister(self, name: str) -> None:
+        """Forgets a registered table; one that is not registered is no error."""
+        with self._lock:
+            self._sources.pop(name.lower(), None)
+
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A connection of its own for one query, with the tables registered so far. The caller closes it."""
         with self._lock:

@@ -18,6 +18,7 @@ PACKAGE = Path(quail.__file__).parent
 SURFACE = [
     "BindError",
     "ConfigError",
+    "Docs",
     "EngineConfig",
     "ModelError",
     "PlanError",
@@ -32,14 +33,21 @@ SURFACE = [
     "SourceInfo",
     "UnsupportedError",
     "__version__",
+    "ai_classify",
+    "ai_if",
+    "ai_probabilities",
+    "ai_score",
+    "col",
+    "prompt",
 ]
 
 # From the top down: a module imports from its own room and those below.
 ROOMS = (
     ("__main__",),
     ("cli",),
-    ("demo", "doctor"),
+    ("demo", "doctor", "frames", "layouts"),
     ("session",),
+    ("frontend.builder",),
     ("output", "result", "progress"),
     ("rendering",),
     ("frontend",),
