@@ -14,6 +14,7 @@ from quail.errors import PlanError
 from quail.execution.label_tree import Branch, LabelTree
 from quail.plan.logical import AICall
 from quail.plan.prompts import (
+    CATEGORY_CUE,
     PromptLayout,
     frame_and_cue,
     list_of_labels,
@@ -148,9 +149,11 @@ def compile_stage(call: AICall, pieces: Pieces, tokenizer: Tokenizer) -> Stage:
         question = ""
     else:
         frame, (question, cue) = "", question_and_cue(call.prompt)
-    ending = cue or question
-    if codes or any(category.description for category in call.categories):
+    if call.categories and not (frame or question.strip()):
+        question, cue = f"{list_of_labels(call.categories, codes)}{CATEGORY_CUE}", ""
+    elif codes or any(category.description for category in call.categories):
         question = list_of_labels(call.categories, codes) + question
+    ending = cue or question
     question = with_instructions(question, cue, call.options)
     tail = [*_encode(tokenizer, question), *_encode(tokenizer, cue), *pieces.closer.tolist()]
     if call.categories:

@@ -158,6 +158,11 @@ def test_answers_that_hold_little_probability_give_a_warning(engine):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_a_bare_classification_lists_its_labels(engine):
+    stage = compile_stage(classify(0, ["x", "y"], text=""), engine.pieces, engine.tokenizer)
+    assert engine.tokenizer.decode(stage.tail.tolist()) == "\n\nx\ny\n\nCategory:"
+
+
 def test_descriptions_are_shown(engine):
     call = replace(classify(0, ["a", "b"]), categories=(Category("a", "the first"), Category("b")))
     stage = compile_stage(call, engine.pieces, engine.tokenizer)
