@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ DTYPES = ("auto", "bfloat16", "float32")
 LAYOUTS = ("auto", "chat", "completion")
 SHARING = ("auto", "on", "off")
 RETENTION = ("auto", "off", "keep")
+
+MOST_THREADS = 1024
+"""Threads of the engine; far more make the machine refuse them in the middle of a run."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -50,7 +54,7 @@ def parse_bytes(value: int | str, *, what: str = "a memory size") -> int:
                 f"{what} = {value!r} is not a size in bytes",
                 hint="write an integer, or text with a unit such as '512MiB' or '2GiB'",
             )
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
+        size = int(Decimal(match[1]) * _UNITS[match[2].lower()])
     if size <= 0:
         raise ConfigError(f"{what} = {value!r} must be more than 0 bytes")
     return size
@@ -75,6 +79,24 @@ def check_choice(what: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         words = ", ".join(repr(word) for word in allowed)
         raise ConfigError(f"{what} = {value!r} is not one of {words}", hint=did_you_mean(str(value), allowed))
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_path(value: object) -> bool:
+    """Whether a value can name a folder of this system."""
+    if not isinstance(value, str | Path) or not str(value).strip():
+        return False
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _environment(name: str, default: Any, read: Callable[[str], Any] = str) -> Any:
@@ -104,7 +126,7 @@ class EngineConfig:
             `float32` (exact work). `QUAIL_DTYPE`.
         kv_memory: memory for the key/value pages, in bytes or as text such as `'2GiB'`; None takes a share of
             what the machine or its container leaves. `QUAIL_KV_MEMORY`.
-        token_budget: most rows (tokens) one pass through the model computes; None chooses for the device.
+        token_budget: most rows (tokens) one pass through the model computes; None is 2,048.
             `QUAIL_TOKEN_BUDGET`.
         layout: `chat` (the model's own chat template around the prompt), `completion` (none) or `auto` (what
             was measured to be better for a known model). `QUAIL_LAYOUT`.
@@ -114,7 +136,7 @@ class EngineConfig:
         retention: whether KV outlives the operator that wrote it: `auto` keeps what was written anyway, for
             later operators and queries, as memory allows; `keep` writes the KV of every document, also where
             a query asks one question only; `off` keeps nothing. `QUAIL_RETENTION`.
-        threads: number of CPU threads of the engine; None takes what the container grants. `QUAIL_THREADS`.
+        threads: number of CPU threads of the engine; None leaves it to torch. `QUAIL_THREADS`.
         cache_dir: folder for fetched models and measurements; None is `$XDG_CACHE_HOME/quail` or
             `~/.cache/quail`. `QUAIL_CACHE_DIR`.
 
@@ -157,12 +179,16 @@ class EngineConfig:
         check_choice("retention", self.retention, RETENTION)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, what="kv_memory")
+        if not _is_encodable(self.label):
+            raise ConfigError(f"label = {self.label!r} holds a lone surrogate, which is not text")
         for name, unit, least in (("token_budget", "tokens", 16), ("threads", "threads", 1)):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (whole and value >= least):
                 raise ConfigError(f"{name} = {value!r} must be a whole number of {unit}, at least {least}")
-        if self.cache_dir is not None and not isinstance(self.cache_dir, str | Path):
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ConfigError(f"threads = {self.threads} must be at most {MOST_THREADS}")
+        if self.cache_dir is not None and not _is_path(self.cache_dir):
             raise ConfigError(f"cache_dir = {self.cache_dir!r} must be a path")
 
     def _variable_at_fault(self, message: str) -> str | None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quail.errors import PlanError
-from quail.kv.pages import PAGE_TOKENS, pages_for
+from quail.kv.pages import PAGE_TOKENS
 
 DEFAULT_TOKEN_BUDGET = 2048
+"""Most rows a pass when nothing is said."""
+
 AVAILABLE_SHARE = 0.6
 """Share of the available memory that a session takes at most when nothing is said."""
 
@@ -23,7 +25,7 @@ DEFAULT_KV_SHARE = 0.5
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that decide about memory.
+    """The sizes of a model that decide about memory and time.
 
     Attributes:
         num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size: as in the architecture.
@@ -100,7 +102,7 @@ def plan_memory(
         kv_bytes: what the user grants to KV.
 
     Raises:
-        PlanError: too little is left for one pass worth of KV, or more KV is asked for than fits.
+        PlanError: too little is left for one page of KV, or more KV is asked for than fits.
     """
     working = shape.working_bytes(token_budget)
     left = limit_bytes - shape.weight_bytes - working
@@ -126,11 +128,6 @@ def plan_memory(
             "smaller model",
         )
     return MemoryPlan(limit_bytes, shape.weight_bytes, working, shape.page_bytes, num_pages)
-
-
-def pages_of_context(shape: ModelShape) -> int:
-    """Pages that the longest prompt of a model fills."""
-    return pages_for(shape.context_tokens)
 
 
 def available_bytes() -> int:

@@ -61,7 +61,11 @@ def content_mean(
         PlanError: the arena is too small.
     """
     scheduler = Scheduler(
-        pool.pages, token_budget=token_budget, longest_suffix_tokens=stage.num_own_tokens, pool=pool
+        pool.pages,
+        token_budget=token_budget,
+        longest_suffix_tokens=stage.num_own_tokens,
+        longest_frame_tokens=len(stage.frame),
+        pool=pool,
     )
     for index, (ids, partner) in enumerate(zip(documents, partners, strict=True)):
         document = Document(index, ids, name="content-free document")

@@ -104,7 +104,7 @@ class RunStats:
 
 
 class Run:
-    """One run of a feed on a model. Pages are back when it ends, however it ends.
+    """One run of a feed on a model. When it ends, however it ends, only the pool of `retention` holds pages.
 
     Args:
         model: answers passes.
@@ -165,6 +165,7 @@ class Run:
         """Answers until the feed is done.
 
         Raises:
+            PlanError: the arena has no room to calibrate a question.
             RowError: a row that cannot be answered, unless errors become NULL.
             QueryCancelled: `control.cancelled()` said so.
         """
@@ -180,7 +181,7 @@ class Run:
                     self._fail(planned.request, planned.reason)
                 elif planned is not None:
                     in_flight = planned
-                    answers = self._forward(planned)
+                    answers = self._forward(planned, self.stages)
                     self.scheduler.complete(planned)
                     in_flight = None
                     self._hand_over(planned.answered, answers)
@@ -254,6 +255,8 @@ class Run:
         self._add_documents(asks)
         stage = self.stages[asks.call]
         suffixes = self._suffixes(asks, stage)
+        document_and_suffix_tokens = self.limits.context_tokens - stage.num_fixed_tokens + len(stage.tail)
+        branches = stage.branches
         keys, follows = asks.keys.tolist(), asks.may_follow.tolist()
         self.stats.num_requests += len(keys)
         found = []
@@ -261,9 +264,7 @@ class Run:
             document = self.scheduler.document(handle)
             assert document is not None
             document.keep = follows[place]
-            room = (
-                self.limits.context_tokens - stage.num_fixed_tokens - len(suffixes[place]) + len(stage.tail)
-            )
+            room = document_and_suffix_tokens - len(suffixes[place])
             own_tokens = min(len(document.ids), max(0, room))
             prefix_tokens = own_tokens + len(stage.frame)
             request = Request(
@@ -273,7 +274,7 @@ class Run:
                 suffixes[place],
                 prefix_tokens,
                 stage.frame,
-                stage.branches,
+                branches,
             )
             if self._fits(request, room):
                 found.append(self._cut_for_frame(request, own_tokens))
@@ -355,11 +356,10 @@ class Run:
     # -- answers out
     # ---------------------------------------------------------------------------------------------
 
-    def _forward(self, planned: Pass) -> list[Float32s]:
+    def _forward(
+        self, planned: Pass, stages: Sequence[Stage], *, watches_mass: bool = True
+    ) -> list[Float32s]:
         """Runs a pass; returns the answer logits of each request in it, as its stage reads them."""
-        return self._answers(planned, self.stages)
-
-    def _answers(self, planned: Pass, stages: Sequence[Stage]) -> list[Float32s]:
         started = time.perf_counter()
         states = self.model.forward(planned.chunk)
         found: list[Float32s] = [np.zeros(0, dtype=np.float32)] * len(planned.answered)
@@ -373,7 +373,8 @@ class Run:
             ]
             for place, answer in zip(places, readout.answers(logits), strict=True):
                 found[place] = answer
-            self._watch_mass(stages[index], states, first_reads[places])
+            if watches_mass:
+                self._watch_mass(stages[index], states, first_reads[places])
         self.stats.forward_seconds += time.perf_counter() - started
         return found
 
@@ -422,7 +423,7 @@ class Run:
                 [partner.ids for partner in partners] or [stage.frame[:0]] * len(texts),
                 pool=self.scheduler.pool,
                 token_budget=self.limits.token_budget,
-                forward=functools.partial(self._answers, stages=[stage]),
+                forward=functools.partial(self._forward, stages=[stage], watches_mass=False),
             )
             self.means[stage_key(stage)] = mean
             self.stats.num_calibration_tokens += num_tokens

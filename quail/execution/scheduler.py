@@ -186,7 +186,7 @@ class Scheduler:
             self._forget(document)
 
     def abandon(self, lost: Pass | None = None) -> None:
-        """Drops everything: after an error, an interruption, or an early end. All pages are free afterwards.
+        """Drops everything: after an error, an interruption, or an early end. Only the pool keeps pages.
 
         Args:
             lost: a pass that was packed and did not complete; its rows are wasted.

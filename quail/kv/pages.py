@@ -34,6 +34,8 @@ class PageTable:
             here.
         num_tokens: tokens whose KV is in the pages.
         num_borrowed_pages: leading pages taken over whole from another table.
+        page_tokens: tokens a page.
+        closed: whether its pages are given back.
     """
 
     key: Hashable
@@ -89,6 +91,7 @@ class PageArena:
         self._free = list(range(num_pages - 1, -1, -1))
         self._tables = [0] * num_pages
         self._holds = [0] * num_pages
+        self._num_live = 0
         self._open: set[PageTable] = set()
         self._retained: set[PageTable] = set()
         self.peak_used_pages = 0
@@ -100,12 +103,12 @@ class PageArena:
     @property
     def num_live_pages(self) -> int:
         """Distinct pages in at least one open table."""
-        return sum(1 for count in self._tables if count)
+        return self._num_live
 
     @property
     def num_retained_pages(self) -> int:
         """Distinct pages that no open table lists: `hold` or a retained table keeps them."""
-        return sum(1 for tables, holds in zip(self._tables, self._holds, strict=True) if holds and not tables)
+        return self.num_pages - len(self._free) - self._num_live
 
     def num_pages_held_alone(self, table: PageTable) -> int:
         """Pages of a table that nobody else holds."""
@@ -129,7 +132,7 @@ class PageArena:
             assert self._tables[page] or self._holds[page], f"borrowed page {page} has no holder"
         pages = [*borrowed, *(self._free.pop() for _ in range(num_new))]
         for page in pages:
-            self._tables[page] += 1
+            self._list(page)
         table = PageTable(key, pages, len(borrowed) * self.page_tokens, len(borrowed), self.page_tokens)
         self._open.add(table)
         self.peak_used_pages = max(self.peak_used_pages, self.num_pages - len(self._free))
@@ -143,7 +146,7 @@ class PageArena:
             return False
         for _ in range(num_new):
             page = self._free.pop()
-            self._tables[page] += 1
+            self._list(page)
             table.pages.append(page)
         self.peak_used_pages = max(self.peak_used_pages, self.num_pages - len(self._free))
         return True
@@ -154,7 +157,7 @@ class PageArena:
         self._open.remove(table)
         self._retained.add(table)
         for page in table.pages:
-            self._tables[page] -= 1
+            self._unlist(page)
             self._holds[page] += 1
 
     def resume(self, table: PageTable) -> None:
@@ -169,7 +172,7 @@ class PageArena:
         self._open.add(table)
         for page in table.pages:
             self._holds[page] -= 1
-            self._tables[page] += 1
+            self._list(page)
 
     def trim(self, table: PageTable) -> None:
         """Gives back the reserved pages behind the last one in use."""
@@ -232,7 +235,12 @@ class PageArena:
         for page in range(self.num_pages):
             in_use = bool(self._tables[page] or self._holds[page])
             assert in_use != (page in free), f"page {page}: in use {in_use}, free {page in free}"
-        total = self.num_free_pages + self.num_live_pages + self.num_retained_pages
+        num_live = sum(1 for count in self._tables if count)
+        num_retained = sum(
+            1 for tables, holds in zip(self._tables, self._holds, strict=True) if holds and not tables
+        )
+        assert num_live == self.num_live_pages, f"{num_live} pages are live, {self.num_live_pages} counted"
+        total = self.num_free_pages + num_live + num_retained
         assert total == self.num_pages, f"{total} pages accounted for, {self.num_pages} exist"
 
     def _check_open(self, table: PageTable) -> None:
@@ -241,8 +249,17 @@ class PageArena:
 
     def _let_go(self, pages: Sequence[int]) -> None:
         for page in reversed(pages):
-            self._tables[page] -= 1
+            self._unlist(page)
             self._free_if_unused(page)
+
+    def _list(self, page: int) -> None:
+        """One more open table lists a page."""
+        self._num_live += not self._tables[page]
+        self._tables[page] += 1
+
+    def _unlist(self, page: int) -> None:
+        self._tables[page] -= 1
+        self._num_live -= not self._tables[page]
 
     def _free_if_unused(self, page: int) -> None:
         if not self._tables[page] and not self._holds[page]:

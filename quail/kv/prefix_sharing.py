@@ -6,8 +6,7 @@ answer.
 
     A  |####|####|####|##        owns all its pages
     B  |aaaa|aaaa|####|####|#    borrows two pages of A
-    C  |aaaa|aaaa|#              its neighbour B borrowed those two, so C follows B's parent and borrows from
-    A
+    C  |aaaa|aaaa|#              its neighbour B borrowed those two itself, so C borrows from B's parent A
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from quail.kv.arena import KVArena
 from quail.kv.pages import PageArena
 from quail.models.config import DecoderConfig
 
+MASS_VOCAB_ROWS = 2**14
+"""Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays small."""
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -73,7 +76,7 @@ class Decoder:
         config: the architecture.
         weights: tensors by their Hugging Face names, on the device, in the dtype to run; emptied as they are
             fused.
-        attend: the attention to use; `reference.attend` or a faster twin.
+        attend: the attention to use; None takes the fast one on a CPU, the plain one elsewhere.
     """
 
     def __init__(
@@ -256,7 +259,12 @@ class PagedDecoder:
     def answer_mass(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
         """(len(rows),) share of the probability that some vocabulary rows hold; over the whole vocabulary."""
         picked = states.index_select(0, torch.from_numpy(rows).to(states.device))
-        shares = torch.softmax(self.decoder.head(picked), dim=-1)
-        wanted = torch.from_numpy(np.unique(vocab_ids)).to(states.device)
-        found: npt.NDArray[np.float32] = shares.index_select(1, wanted).sum(dim=1).cpu().numpy()
+        size = self.decoder.config.vocab_size
+        pieces = [
+            self.decoder.head(picked, np.arange(start, min(start + MASS_VOCAB_ROWS, size))).logsumexp(dim=1)
+            for start in range(0, size, MASS_VOCAB_ROWS)
+        ]
+        whole = torch.stack(pieces).logsumexp(dim=0)
+        wanted = self.decoder.head(picked, np.unique(vocab_ids)).logsumexp(dim=1)
+        found: npt.NDArray[np.float32] = (wanted - whole).exp().cpu().numpy()
         return found

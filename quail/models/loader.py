@@ -66,15 +66,14 @@ def load_model(
     Args:
         spec: an alias, a path to a GGUF file or a model folder, or a Hugging Face id.
         dtype: of the weights: float32, bfloat16 or float16. Weights stored otherwise are converted once and
-            kept in
-            the cache; float32 of a GGUF file is its exact dequantization, the others are that rounded.
+            kept in the cache; float32 of a GGUF file is its exact dequantization, the others are that
+            rounded.
         cache_dir: where fetched and converted files are kept.
         progress: is told what is being done.
 
     Raises:
         ModelError: there is no such model; it is damaged, incomplete or of an unknown kind; its weights are
-            not
-            finite in that dtype.
+            not finite in that dtype.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"weights of {dtype} are not supported", hint="use float32, bfloat16 or float16")

@@ -12,6 +12,7 @@ from quail.execution.asks import RunControl
 from quail.execution.calibration import CONTENT_FREE, stage_key
 from quail.execution.run import Limits, Run
 from quail.execution.stages import compile_stage, label_codes
+from quail.models import decoder
 from quail.models.decoder import PagedDecoder
 from quail.plan.logical import CallOptions, Category, Operator
 from tests.engine.engines import TinyEngine
@@ -93,13 +94,14 @@ def test_labels_are_calibrated_in_log_space_and_renormalized(engine):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_pairs_are_calibrated_too(engine):
+@pytest.mark.parametrize("mode", ["content", "batch"])
+@pytest.mark.parametrize("budget", [16, 512])
+def test_pairs_are_calibrated_too(engine, mode, budget):
     template = ("Is ", 0, " like ", 1, "?")
-    for mode in ("content", "batch"):
-        call = with_options(pair_question(0, template), calibrate=mode)
-        feed = PairFeed(texts_of(3), texts_of(2, 9), (call,))
-        engine.run((call,), feed)
-        assert len(feed.values) == 6
+    call = with_options(pair_question(0, template), calibrate=mode)
+    feed = PairFeed(texts_of(3), texts_of(2, 9), (call,))
+    engine.run((call,), feed, budget=budget)
+    assert len(feed.values) == 6
 
 
 def test_a_held_answer_reaches_the_next_question(engine):
@@ -144,8 +146,10 @@ def test_codes_list_the_labels_and_read_one_row(engine):
     assert set(feed.answers[0].values()) <= {"New York", "New"}
 
 
-def test_answers_that_hold_little_probability_give_a_warning(engine):
-    call = question(0, "\n\nIs it late?")
+@pytest.mark.parametrize("calibrate", [None, "content"])
+def test_answers_that_hold_little_probability_give_a_warning(engine, calibrate, monkeypatch):
+    monkeypatch.setattr(decoder, "MASS_VOCAB_ROWS", 100)
+    call = with_options(question(0, "\n\nIs it late?"), calibrate=calibrate)
     run = engine.run((call,), ChainFeed(texts_of(4), 1))
     (warning,) = run.stats.warnings
     assert "less than half" in warning
