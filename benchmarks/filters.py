@@ -40,7 +40,7 @@ class KeepingFeed(ChainFeed):
 def texts_of_tokens(engine: Engine, num_documents: int, num_tokens: int = 300) -> list[str]:
     """Texts cut from the chapters that have `num_tokens` ids in front of the question each."""
     chapters = pq.read_table(CHAPTERS)["text"].to_pylist()
-    label = len(engine._pieces.prefix)
+    label = len(engine.pieces.prefix)
     found: list[str] = []
     for chapter in chapters:
         ids, _ = engine.tokenizer.encode_plain([chapter])
@@ -130,12 +130,12 @@ def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
     """All lines; the parts of a ratio are measured in turn, round by round."""
     engine = Engine.boot(EngineConfig())
     texts = texts_of_tokens(engine, num_documents)
-    stages = [compile_stage(call, engine._pieces, engine.tokenizer) for call in CALLS]
+    stages = [compile_stage(call, engine.pieces, engine.tokenizer) for call in CALLS]
     sample = texts[: max(4, num_documents // 10)]
     prompts = []
     for text in sample:
         ids, _ = engine.tokenizer.encode_plain([text])
-        prompts += [np.concatenate([engine._pieces.prefix, ids, stage.tail]) for stage in stages]
+        prompts += [np.concatenate([engine.pieces.prefix, ids, stage.tail]) for stage in stages]
     oracle = transformers_model(getattr(torch, engine.describe()["dtype"]))
     run_seconds(engine, ChainFeed(texts[:8], 2))
     transformers_seconds(oracle, prompts[:2])

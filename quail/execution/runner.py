@@ -70,7 +70,7 @@ class Engine:
         self._means: Means = {}
         self.model, self.tokenizer, self.layout, self.limits = model, tokenizer, layout, limits
         self._about = about
-        self._pieces = Pieces.of(layout, tokenizer)
+        self.pieces = Pieces.of(layout, tokenizer)
 
     @classmethod
     def boot(cls, config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
@@ -154,7 +154,7 @@ class Engine:
         run = Run(
             self.model,
             self.tokenizer,
-            self._pieces,
+            self.pieces,
             self.limits,
             calls,
             feed,
