@@ -8,6 +8,7 @@ another document.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ class RetentionPool:
         self._recompute_seconds = recompute_seconds
         self._entries: dict[bytes, _Entry] = {}
         self._clock = 0
+        # A heap of (priority when queued, age, key); entries that are gone may still stand in it.
+        self._queue: list[tuple[float, int, bytes]] = []
+        self._is_ordered = True
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,6 +85,7 @@ class RetentionPool:
         self.pages.retain(table)
         self._clock += 1
         self._entries[key] = _Entry(table, probability, self._recompute_seconds(len(ids)), self._clock)
+        self._enqueue(key)
         while self._entries and self.pages.num_retained_pages > self.cap_pages:
             self._drop(self._least())
 
@@ -94,9 +99,11 @@ class RetentionPool:
 
     def expect(self, ids: Int32s, probability: float) -> None:
         """Changes the probability that a document is read again."""
-        entry = self._entries.get(ids.tobytes())
-        if entry is not None:
+        key = ids.tobytes()
+        entry = self._entries.get(key)
+        if entry is not None and entry.probability != probability:
             entry.probability = probability
+            self._enqueue(key)
 
     def discard(self, ids: Int32s) -> None:
         """Gives up a document, if it is here."""
@@ -122,12 +129,36 @@ class RetentionPool:
         alone = max(1, self.pages.num_pages_held_alone(entry.table))
         return entry.probability * entry.recompute_seconds / alone
 
+    def _enqueue(self, key: bytes) -> None:
+        entry = self._entries[key]
+        heapq.heappush(self._queue, (self._priority(entry), entry.age, key))
+        if len(self._queue) > 2 * len(self._entries) + 64:
+            self._is_ordered = False
+
     def _least(self) -> bytes:
-        """The key of the lowest priority; of equals, the oldest."""
-        return min(self._entries, key=lambda key: (self._priority(e := self._entries[key]), e.age))
+        """The key of the lowest priority; of equals, the oldest.
+
+        A priority that rose is looked up when its turn comes. Where an evicted entry shared pages, those of
+        others may have fallen: all are looked up. (One that fell as a live table closed waits till then.)
+        """
+        if not self._is_ordered:
+            self._queue = [(self._priority(entry), entry.age, key) for key, entry in self._entries.items()]
+            heapq.heapify(self._queue)
+            self._is_ordered = True
+        while True:
+            priority, age, key = self._queue[0]
+            entry = self._entries.get(key)
+            if entry is None or entry.age != age:
+                heapq.heappop(self._queue)
+            elif (risen := self._priority(entry)) > priority:
+                heapq.heapreplace(self._queue, (risen, age, key))
+            else:
+                return key
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self.num_evicted += 1
+        if self.pages.num_pages_held_alone(entry.table) < len(entry.table.pages):
+            self._is_ordered = False  # others hold some of its pages alone now
         self.pages.resume(entry.table)
         self.pages.close(entry.table)

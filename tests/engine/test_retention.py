@@ -44,6 +44,40 @@ def test_evictions_follow_the_priority(entries, cap):
     assert arena.num_free_pages == 100
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(17, 80),
+            st.booleans(),
+            st.sampled_from([0.1, 0.5, 1.0]),
+            st.integers(0, 9),
+            st.booleans(),
+        ),
+        min_size=2,
+        max_size=20,
+    )
+)
+def test_the_lowest_priority_goes_first_also_where_pages_are_shared_and_expectations_change(steps):
+    arena = PageArena(200)
+    pool = RetentionPool(arena, 200, recompute_seconds=lambda n: n**1.5)
+    documents: dict[int, np.ndarray] = {}
+    lender = None
+    for number, (length, borrows, probability, other, evicts) in enumerate(steps):
+        borrowed = lender.pages[:1] if borrows and lender is not None and not lender.closed else []
+        lender = arena.open(number, length, borrowed=borrowed)
+        lender.append(length - lender.num_tokens)
+        documents[number] = ids(number, length)
+        pool.put(documents[number], lender, probability)
+        pool.expect(documents[other % (number + 1)], probability)
+        if evicts:
+            present = [n for n, each in documents.items() if each in pool]
+            least = min(present, key=lambda n: (pool.priority(documents[n]), n))
+            pool.make_room(arena.num_free_pages + 1)
+            assert documents[least] not in pool
+        arena.check_integrity()
+
+
 def test_taking_back_gives_the_same_pages_and_forgets_the_entry():
     arena = PageArena(10)
     pool = RetentionPool(arena, 10)
