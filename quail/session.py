@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quail.execution.relational import RelationalRun
     from quail.frontend.builder import Docs
     from quail.plan.statement import BoundStatement
+    from quail.planner.anchors import TokenCounter
 
 Parameters = Sequence[Any] | Mapping[str, Any]
 ORDERS = ("auto", "as_written")
@@ -198,6 +199,7 @@ class Query:
         order: str = "auto",
         on_long: str = "error",
         on_error: str = "raise",
+        exists_wave: int = 16,
         progress: bool | None = None,
     ) -> QueryResult:
         """Runs the statement.
@@ -207,6 +209,8 @@ class Query:
             on_long: a document longer than the model's context is an `error`, or `truncate` cuts it.
             on_error: what to do with a row that cannot be answered: `raise`, or `null`: its answer is NULL
                 and the report lists it.
+            exists_wave: pairs of one row that are asked at a time where the first match ends the search
+                (EXISTS, SEMI and ANTI joins).
             progress: True shows a bar, False none, None one on terminals and in notebooks.
 
         Raises:
@@ -217,6 +221,8 @@ class Query:
         check_choice("order", order, ORDERS)
         check_choice("on_long", on_long, ON_LONG)
         check_choice("on_error", on_error, ON_ERROR)
+        if not isinstance(exists_wave, int) or exists_wave < 1:
+            raise ConfigError(f"exists_wave = {exists_wave!r} must be a whole number of at least 1")
         self._cancelled.clear()
         with self._session._lock, display(progress) as shown:
             control = RunControl(
@@ -225,6 +231,7 @@ class Query:
                 on_long=on_long,
                 on_error=on_error,
                 order=order,
+                exists_wave=exists_wave,
             )
             try:
                 return self._run(control, shown)
@@ -256,7 +263,7 @@ class Query:
         if session._owns_engine:
             self._bound.require_engine_served()
         started = time.perf_counter()
-        run = self._running = RelationalRun(self._bound, catalog, control)
+        run = self._running = RelationalRun(self._bound, catalog, control, self._token_counter())
         try:
             seconds = {"boot": 0.0, "plan": self._bind_seconds + time.perf_counter() - started}
             part: dict[str, Any] = {}
@@ -265,7 +272,7 @@ class Query:
                 boot_started = time.perf_counter()
                 answerer = session._answerer(shown)
                 seconds["boot"] = time.perf_counter() - boot_started
-                part = answerer.run(self._bound.calls, run.feed, control)
+                part = answerer.run(run.calls, run.feed, control)
             table = run.result()
             seconds |= part.get("seconds", {})
             seconds["total"] = self._bind_seconds + time.perf_counter() - started
@@ -275,6 +282,15 @@ class Query:
         finally:
             self._running = None
             run.close()
+
+    def _token_counter(self) -> TokenCounter | None:
+        """Counts tokens as the engine will, for a statement with joins whose model is here."""
+        is_paired = any(call.prompt.num_arguments == 2 for call in self._bound.calls)
+        if not is_paired or not self._session._owns_engine:
+            return None
+        from quail.execution.forecast import Forecaster
+
+        return Forecaster.of(self._session.config)
 
 
 def _report(

@@ -45,3 +45,12 @@ def rows(num_tokens: float, *, behind: float = 0.0, written: float = 0.0) -> Wor
     """
     pairs = num_tokens * behind + num_tokens * (num_tokens + 1) / 2
     return Work(num_tokens, pairs, written, behind)
+
+
+def stacked_rows(num_tokens: float, *, behind: float) -> Work:
+    """Work of `num_tokens` rows like `rows`, but partners read their anchor's KV together: not counted here.
+
+    >>> stacked_rows(4, behind=10)
+    Work(tokens=4, pairs=50.0, kv_written=0.0, kv_read=0.0)
+    """
+    return Work(num_tokens, rows(num_tokens, behind=behind).pairs)

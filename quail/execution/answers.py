@@ -8,6 +8,7 @@ met, so that two texts that share a hash are found out and never share an answer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -119,6 +120,14 @@ class Texts:
         return (taken.chunk(0) if isinstance(taken, pa.ChunkedArray) else taken).cast(pa.string())
 
 
+@dataclass(frozen=True)
+class Tally:
+    """How many answers a call got, and how many of them were TRUE."""
+
+    num_values: int = 0
+    num_true: int = 0
+
+
 class CallAnswers:
     """The questions of one call and their answers.
 
@@ -129,17 +138,24 @@ class CallAnswers:
 
     def __init__(self, num_arguments: int, type_: pa.DataType, texts: Texts) -> None:
         self.type = type_
-        self.handles: Int64s = np.zeros((0, num_arguments), dtype=np.int64)
+        self._num_arguments = num_arguments
+        self._texts = texts
+        self._forgotten = Tally()
+        self._kept: list[UInt64s] = []
+        self._kept_truth = False
+        self.num_unknown_lookups = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.handles: Int64s = np.zeros((0, self._num_arguments), dtype=np.int64)
         self.rows: Int64s = np.zeros(0, dtype=np.int64)
         self.asked: Bools = np.zeros(0, dtype=np.bool_)
         self.truth: npt.NDArray[np.int8] = np.zeros(0, dtype=np.int8)
-        self.num_unknown_lookups = 0
-        self._texts = texts
         self._key_of_handle: Int64s = np.zeros(0, dtype=np.int64)
         self._pairs = NumberIndex()
         self._positions: Int64s = np.zeros(0, dtype=np.int64)
         self._batches: list[pa.Array] = []
-        self._values: pa.Array = pa.array([], type=type_)
+        self._values: pa.Array = pa.array([], type=self.type)
         self._num_values = 0
 
     def __len__(self) -> int:
@@ -179,6 +195,24 @@ class CallAnswers:
         self._batches.append(values)
         self._num_values += len(keys)
 
+    def forget(self, passing: int) -> None:
+        """Drops all questions about pairs but which of them got `passing`; keys start at 0 again.
+
+        Only the truth `passing` of a condition matters where nothing else reads it: any other answer then
+        counts as NULL does. None of the questions may come again, and none may be outstanding.
+        """
+        assert self._num_arguments == 2, "only questions about pairs are forgotten"
+        self._forgotten = self.tally()
+        self._kept_truth = passing == 1
+        self._kept.append(np.sort(_single(self.handles[self.truth == passing]).astype(np.uint64)))
+        self._clear()
+
+    def tally(self) -> Tally:
+        """How many answers there were, and how many of them TRUE."""
+        values = self.all_values()
+        num_true = int(np.count_nonzero(self.truth == 1))
+        return Tally(self._forgotten.num_values + len(values), self._forgotten.num_true + num_true)
+
     def is_answered(self, keys: Int64s) -> Bools:
         """Whether each question has its answer."""
         return self._positions[keys] >= 0
@@ -186,7 +220,9 @@ class CallAnswers:
     def lookup(self, hashes: Sequence[UInt64s]) -> pa.Array:
         """The answers for argument texts by their hashes; NULL where there is none."""
         handles = np.stack([self._texts.find(column) for column in hashes], axis=1)
-        is_known = (handles >= 0).all(axis=1)
+        is_known: Bools = np.asarray((handles >= 0).all(axis=1))
+        if self._kept:
+            return self._lookup_kept(handles, is_known)
         if not is_known.all():
             is_null = np.stack([column == self._texts.null_hash for column in hashes], axis=1).any(axis=1)
             self.num_unknown_lookups += int(np.count_nonzero(~is_known & ~is_null))
@@ -197,15 +233,26 @@ class CallAnswers:
         positions = np.where(keys >= 0, self._positions[keys], -1)
         return self.all_values().take(pa.array(positions, mask=positions < 0))
 
+    def _lookup_kept(self, handles: Int64s, is_known: Bools) -> pa.Array:
+        """What is left of answers that were forgotten; NULL where nothing is."""
+        assert not len(self), "answers are looked up once all of them are forgotten, or none"
+        if len(self._kept) > 1:
+            self._kept = [np.sort(np.concatenate(self._kept))]
+        (kept,) = self._kept
+        pairs = _single(handles).astype(np.uint64)
+        places = np.minimum(np.searchsorted(kept, pairs), max(0, len(kept) - 1))
+        is_kept = is_known & (kept[places] == pairs) if len(kept) else np.zeros(len(pairs), dtype=np.bool_)
+        return pa.array(np.full(len(pairs), self._kept_truth), mask=~is_kept)
+
     def all_values(self) -> pa.Array:
-        """Every answer so far."""
+        """Every answer that was not forgotten."""
         if self._batches:
             self._values = pa.concat_arrays([self._values, *self._batches])
             self._batches = []
         return self._values
 
     def _find(self, handles: Int64s) -> Int64s:
-        if handles.shape[1] > 1:
+        if self._num_arguments > 1:
             return self._pairs.find(_single(handles).astype(np.uint64))
         missing = len(self._texts) - len(self._key_of_handle)
         if missing:
@@ -214,7 +261,7 @@ class CallAnswers:
         return self._key_of_handle[handles[:, 0]]
 
     def _add(self, handles: Int64s) -> None:
-        if handles.shape[1] > 1:
+        if self._num_arguments > 1:
             self._pairs.add(_single(handles).astype(np.uint64))
         else:
             self._key_of_handle[handles[:, 0]] = np.arange(len(self), len(self) + len(handles))
@@ -228,7 +275,7 @@ def _single(handles: Int64s) -> Int64s:
     return numbers
 
 
-def _number_in_order(values: Int64s) -> tuple[Int64s, Int64s]:
+def _number_in_order(values: npt.NDArray[np.integer]) -> tuple[Int64s, Int64s]:
     """Positions at which values stand first, and for each value the rank of its first position."""
     if (values[1:] > values[:-1]).all():
         everything = np.arange(len(values), dtype=np.int64)
@@ -243,6 +290,15 @@ def _number_in_order(values: Int64s) -> tuple[Int64s, Int64s]:
     rank = np.empty(len(first), dtype=np.int64)
     rank[by_position] = np.arange(len(first))
     return first[by_position], rank[group]
+
+
+def ranks_in_order(values: npt.NDArray[np.integer]) -> Int64s:
+    """For each value the rank of its first position among all distinct ones.
+
+    >>> ranks_in_order(np.array([7, 3, 7, 5]))
+    array([0, 1, 0, 2])
+    """
+    return _number_in_order(values)[1] if len(values) else np.zeros(0, dtype=np.int64)
 
 
 def distinct(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:

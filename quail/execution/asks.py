@@ -119,6 +119,7 @@ class RunControl:
         on_error: `'raise'` stops at the first row that cannot be answered; `'null'` answers it with NULL and
             lists it.
         order: `'auto'` or `'as_written'`.
+        exists_wave: pairs of one row that are asked at a time where the first match ends the search.
     """
 
     on_progress: Callable[[dict[str, Any]], None] | None = None
@@ -126,6 +127,7 @@ class RunControl:
     on_long: str = "error"
     on_error: str = "raise"
     order: str = "auto"
+    exists_wave: int = 16
 
 
 class Answerer(Protocol):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from quail.config import EngineConfig
@@ -141,6 +142,24 @@ class Forecaster:
         )
         tokens = forecast_tokens(read, asked, decision)
         return GroupForecast(documents, asked, decision, tokens, self.seconds(tokens.work))
+
+    @property
+    def label_tokens(self) -> int:
+        """Tokens in front of each document."""
+        return len(self._pieces.prefix)
+
+    def text_tokens(self, texts: pa.Array) -> npt.NDArray[np.int64]:
+        """Tokens of each text (no NULLs), without a label; at most those of the model's context."""
+        return np.array([len(found.ids) for found in self._encoder.encode_partners(texts)], dtype=np.int64)
+
+    def fixed_tokens(self, call: AICall) -> tuple[int, int]:
+        """Tokens between an anchor and its partner, and behind the last document."""
+        stage = compile_stage(call, self._pieces, self._outline.tokenizer)
+        return len(stage.frame), stage.num_fixed_tokens - len(stage.frame)
+
+    def cost(self, work: Work) -> float:
+        """Seconds of some work."""
+        return self.seconds(work)
 
     def seconds(self, work: Work) -> float:
         """Seconds of some work by the roofline."""

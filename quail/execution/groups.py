@@ -47,7 +47,7 @@ class Group(ABC):
         """(call, rows that needed it, rows of those in which an argument was NULL)."""
 
 
-class _Queue:
+class Queue:
     """Keys of one call that wait to be asked."""
 
     def __init__(self, call: int, answers: CallAnswers, keys: Int64s) -> None:
@@ -95,7 +95,7 @@ class Wave(Group):
         self._is_waiting: Bools = np.zeros(len(answers), dtype=np.bool_)
         self._is_waiting[waiting] = True
         self._num_waiting = len(waiting)
-        self._queue = _Queue(call, answers, waiting)
+        self._queue = Queue(call, answers, waiting)
         self._releases = releases
         self._uses = np.bincount(answers.handles[waiting, anchor])
 
@@ -149,8 +149,8 @@ class Chain(Group):
         answers: the answers by call.
         filters: the filters in the order in which they are asked.
         row_limit: the number of passing rows, in row order, that suffice; None for all.
-        documents: (rows,) handles of documents whose KV later questions of the chain may read, -1 for NULL; one
-            array for each expression that gives documents.
+        documents: (rows,) handles of documents whose KV later questions of the chain may read, -1 for NULL;
+            one array for each expression that gives documents.
         keeps_passed: whether a later question may read the document of a row that passed.
     """
 
@@ -159,7 +159,7 @@ class Chain(Group):
         answers: Sequence[CallAnswers],
         filters: Sequence[Filter],
         row_limit: int | None = None,
-        documents: Sequence[Int64s] = (),
+        documents: Sequence[npt.NDArray[np.integer]] = (),
         keeps_passed: bool = False,
     ) -> None:
         self._answers = answers
@@ -172,13 +172,13 @@ class Chain(Group):
         self._row_limit = row_limit
         self._prefix = 0
         self._num_passed_in_prefix = 0
-        self._rows_by_key = [_Inverse(f.keys, len(answers[f.call])) for f in filters]
+        self._rows_by_key = [Inverse(f.keys, len(answers[f.call])) for f in filters]
         self._documents = tuple(documents)
         self._uses = np.bincount(self._handles(np.arange(num_rows)))
         self._keeps_passed = keeps_passed
         first = self._advance(np.arange(num_rows, dtype=np.int64))
         self._released(np.flatnonzero(self._decided))
-        self._first = [_Queue(due.call, answers[due.call], due.keys) for due in first]
+        self._first = [Queue(due.call, answers[due.call], due.keys) for due in first]
         self._extend_prefix()
 
     def take(self, limit: int) -> list[Due]:
@@ -205,9 +205,8 @@ class Chain(Group):
         rows = np.concatenate(affected)
         due = self._advance(rows)
         self._extend_prefix()
-        if self.is_settled:
-            due = []
-        return due, self._released(rows[self._decided[rows]])
+        released = self._released(rows[self._decided[rows]])
+        return ([] if self._is_over() else due), released
 
     def num_uses(self, documents: Int64s) -> Int64s:
         uses: Int64s = np.zeros(len(documents), dtype=np.int64)
@@ -222,6 +221,9 @@ class Chain(Group):
 
     @property
     def is_settled(self) -> bool:
+        return self._is_over()
+
+    def _is_over(self) -> bool:
         enough = self._row_limit is not None and self._num_passed_in_prefix >= self._row_limit
         return enough or self._num_open == 0
 
@@ -286,17 +288,18 @@ class Chain(Group):
         handles = self._handles(rows[~self._passed[rows]] if self._keeps_passed else rows)
         np.subtract.at(self._uses, handles, 1)
         handles = distinct(handles)
-        return handles[self._uses[handles] == 0]
+        unused: Int64s = handles[self._uses[handles] == 0]
+        return unused
 
     def _handles(self, rows: Int64s) -> Int64s:
         """Documents of some rows, one for each row that reads it."""
         if not self._documents:
             return np.zeros(0, dtype=np.int64)
-        handles = np.concatenate([column[rows] for column in self._documents])
-        return handles[handles >= 0].astype(np.int64, copy=False)
+        handles = np.concatenate([column[rows] for column in self._documents]).astype(np.int64)
+        return handles[handles >= 0]
 
 
-class _Inverse:
+class Inverse:
     """From keys to the rows that hold them."""
 
     def __init__(self, keys: Int64s, num_keys: int) -> None:

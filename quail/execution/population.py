@@ -9,10 +9,10 @@ import duckdb
 import pyarrow as pa
 
 from quail.execution.forecast import Forecaster, GroupForecast
-from quail.execution.relational import row_limits
 from quail.plan import syntax
 from quail.plan.logical import AICall
 from quail.plan.statement import BoundStatement, Clause, Site, Stage
+from quail.planner.ask_groups import row_limits
 from quail.planner.candidates import CandidatePlanner, CandidateQuery
 from quail.planner.filter_order import selectivity
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quail.errors import BindError, UnsupportedError
+from quail.frontend.options import LABELLED, READERS, option_value
 from quail.plan import syntax
 from quail.plan.logical import CallOptions, Category, Operator, Prompt
 from quail.plan.syntax import Node
@@ -20,12 +21,12 @@ _DOTTED = {
     "probabilities": Operator.PROBABILITIES,
 }
 _PLAIN = {f"ai_{name}": operator for name, operator in _DOTTED.items()} | {"ai_filter": Operator.IF}
-LABELLED = frozenset({Operator.CLASSIFY, Operator.PROBABILITIES})
-
-_SERVED_OPTIONS = ("selectivity", "answers", "threshold")
-_LATER_OPTIONS = ("anchor", "calibrate", "task_description", "examples", "label_scoring")
+_OPTIONS = (*READERS, "anchor")
 _PLACEHOLDER = re.compile(r"\{(\d+)\}")
 _MAX_CATEGORIES = 255
+
+MIXED = object()
+"""The relation of an expression that reads several relations."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class CallReader:
         constant: value of an expression that reads no row.
         is_constant: whether an expression reads no row.
         table_rows: rows of the table that a name means, None where it means none.
-        relation: name of the relation that an expression reads, None for none or several of them.
+        relation: the relation that an expression reads; None for none, MIXED for several. Relations compare
+            as they follow each other in the statement.
+        relation_name: its alias or name.
         known_functions: names of DuckDB's scalar functions, which may be called on a column named `ai`.
     """
 
@@ -69,6 +72,7 @@ class CallReader:
     is_constant: Callable[[Node], bool]
     table_rows: Callable[[Node], list[tuple[Any, ...]] | None]
     relation: Callable[[Node], object | None]
+    relation_name: Callable[[object], str]
     known_functions: frozenset[str]
 
     def operator_of(self, node: Node) -> Operator | None:
@@ -107,13 +111,18 @@ class CallReader:
             raise self.fail(f"{operator.value} takes {what}, got {len(positional)} arguments", node, None)
         if len(positional) > num_needed:
             named = {**self._struct_fields(positional[-1], operator), **named}
-        prompt, arguments = self._prompt(positional[0], operator)
+        prompt, arguments, sides = self._prompt(positional[0], operator)
         categories = self._categories(positional[1]) if operator in LABELLED else ()
-        return Question(operator, prompt, categories, self._options(named, node, operator), arguments)
+        anchor = named.pop("anchor", None)
+        options = self._options(named, operator)
+        if anchor is not None:
+            options = replace(options, anchor=self._anchor(anchor, sides))
+        return Question(operator, prompt, categories, options, arguments)
 
     # The prompt
 
-    def _prompt(self, node: Node, operator: Operator) -> tuple[Prompt, tuple[Node, ...]]:
+    def _prompt(self, node: Node, operator: Operator) -> tuple[Prompt, tuple[Node, ...], tuple[object, ...]]:
+        """The prompt, its arguments, and the relation of each where there are two."""
         template = self._template(node)
         for segment in template.segments:
             if isinstance(segment, str) and "\\n" in segment:
@@ -129,14 +138,14 @@ class CallReader:
             )
         relations = [self.relation(expression) for expression in template.expressions]
         distinct = list(dict.fromkeys(relation for relation in relations if relation is not None))
-        if len(distinct) < 2:
-            return self._single(template, node)
+        if len(distinct) < 2 or MIXED in distinct:
+            return *self._single(template, node), ()
         if len(distinct) > 2:
             raise self.refuse(
                 f"a prompt over {len(distinct)} relations", node, "a prompt reads one or two relations"
             )
         sides = [0 if relation is None else distinct.index(relation) for relation in relations]
-        return self._pair(template, sides, node)
+        return *self._pair(template, sides, node), tuple(distinct)
 
     def _template(self, node: Node) -> Template:
         if node["class"] == "FUNCTION" and not node["schema"]:
@@ -306,42 +315,40 @@ class CallReader:
             "{'selectivity': 0.2} or selectivity := 0.2",
         )
 
-    def _options(self, named: dict[str, Node], node: Node, operator: Operator) -> CallOptions:
+    def _anchor(self, node: Node, sides: Sequence[Any]) -> int:
+        """The argument that the option `anchor` means: by the name of its relation, or by the side."""
+        if not sides:
+            raise self.fail("anchor needs a prompt over two relations", node, None)
+        names = [self.relation_name(side) for side in sides]
+        value = self.constant(node) if self.is_constant(node) else None
+        word = value.casefold() if isinstance(value, str) else ""
+        named = [place for place, name in enumerate(names) if name.casefold() == word]
+        if len(named) == 1:
+            return named[0]
+        if word in ("left", "right"):
+            left = 0 if sides[0] < sides[1] else 1
+            return left if word == "left" else 1 - left
+        raise self.fail(
+            f"anchor is the relation whose text is computed once, got {value!r}",
+            node,
+            f"'left', 'right', {names[0]!r} or {names[1]!r}",
+        )
+
+    def _options(self, named: dict[str, Node], operator: Operator) -> CallOptions:
         values: dict[str, Any] = {}
         for name, expression in named.items():
-            if name in _LATER_OPTIONS:
-                served = ", ".join(_SERVED_OPTIONS)
-                raise self.refuse(f"option {name} of {operator.value}", expression, f"supported: {served}")
-            if name not in _SERVED_OPTIONS:
-                known = _SERVED_OPTIONS + _LATER_OPTIONS
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            if name not in READERS:
+                close = difflib.get_close_matches(name, _OPTIONS, 1)
+                hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(_OPTIONS)}"
                 raise self.fail(f"{operator.value} has no option {name}", expression, hint)
             if not self.is_constant(expression):
                 raise self.fail(f"option {name} must be a constant", expression, None)
-            values[name] = self._option_value(name, self.constant(expression), expression)
-        if "answers" in values and operator in LABELLED:
-            raise self.fail(f"{operator.value} has categories, not answers", named["answers"], None)
-        return CallOptions(**values)
 
-    def _option_value(self, name: str, value: Any, node: Node) -> Any:
-        if name == "answers":
-            words = value if isinstance(value, (list, tuple)) else []
-            texts = [word.strip() for word in words if isinstance(word, str)]
-            if len(words) != 2 or len(texts) != 2 or not all(texts) or texts[0].lower() == texts[1].lower():
-                raise self.fail(
-                    f"answers are two different words, got {value!r}",
-                    node,
-                    "['yes', 'no']; the first means TRUE",
-                )
-            return texts[0], texts[1]
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise self.fail(f"{name} is a number from 0 to 1, got {value!r}", node, None) from None
-        if not 0 <= number <= 1:
-            raise self.fail(f"{name} is a number from 0 to 1, got {value}", node, None)
-        return number
+            def refuse(message: str, hint: str | None, node: Node = expression) -> Exception:
+                return self.fail(message, node, hint)
+
+            values[name] = option_value(name, self.constant(expression), operator, refuse)
+        return CallOptions(**values)
 
 
 def _operands(node: Node) -> list[Node]:

@@ -78,7 +78,7 @@ def bind_sql(text: str, parameters: Parameters, catalog: HasCursor) -> BoundStat
             query,
             span,
             tuple(edits + binder.edits + calls),
-            (*binder.sources.values(), *pinned),
+            (*binder.sources, *pinned),
             values,
             nonce,
             tuple(binder.warnings),

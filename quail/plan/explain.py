@@ -73,6 +73,7 @@ class SiteReport:
     after: tuple[int, ...]
     questions: int | None
     is_exact: bool
+    is_barrier: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,8 @@ class _Explainer:
                     reaching = min(reaching, _limit(block) / candidates)
                 questions = round(candidates * reaching)
             self._asked.append(AskedSite(site, query, questions, is_exact, reaching))
-            conditions = self._planner.conditions(site.place)
+            is_barrier = self._bound.call_of(site).options.calibrate == "batch"
+            conditions = [] if is_barrier else self._planner.conditions(site.place)
             reports.append(
                 SiteReport(
                     site.call,
@@ -233,6 +235,7 @@ class _Explainer:
                     tuple(sorted({self._bound.sites[index].call for index in reads} - {site.call})),
                     questions,
                     is_exact,
+                    is_barrier,
                 )
             )
         return tuple(reports)
@@ -344,6 +347,7 @@ def _as_json(
                         "after_calls": list(site.after),
                         "questions": site.questions,
                         "is_exact": site.is_exact,
+                        "is_barrier": site.is_barrier,
                     }
                     for site in report.sites
                 ],
@@ -444,7 +448,9 @@ def _site_lines(site: SiteReport) -> list[str]:
         if site.after and not site.is_exact:
             count += f" after call {', '.join(map(str, site.after))}"
     lines = [f"ask call {site.call} in {site.clause}: {count}"]
-    if site.stage != Stage.ROWS.value:
+    if site.is_barrier:
+        lines.append("   calibrated by batch: no answer before the last question, over all rows")
+    elif site.stage != Stage.ROWS.value:
         lines.append(f"   over {site.stage}")
     if site.conditions:
         lines.append(f"   if {_cut(' AND '.join(site.conditions))}")

@@ -65,6 +65,7 @@ class CallOptions:
     selectivity: float | None = None
     answers: tuple[str, str] = ("TRUE", "FALSE")
     threshold: float | None = None
+    anchor: int | None = None
     calibrate: str | None = None
     task_description: str | None = None
     examples: tuple[tuple[str, str], ...] = ()

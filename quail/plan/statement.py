@@ -43,6 +43,9 @@ class Stage(enum.Enum):
     LIMITED = "the rows after ORDER BY and LIMIT"
 
 
+SERVED_OPERATORS = tuple(Operator)
+"""Operators that the engine answers, in any place."""
+
 FILTER_CLAUSES = frozenset({Clause.WHERE, Clause.ON, Clause.HAVING, Clause.QUALIFY})
 
 
@@ -265,37 +268,19 @@ class BoundStatement:
 
     def require_engine_served(self) -> None:
         """Raises UnsupportedError at the first call that the engine cannot answer yet."""
-        unserved = self._unserved()
-        if unserved is None:
+        site = self._unserved()
+        if site is None:
             return
-        site, reason = unserved
+        served = " and ".join(operator.value for operator in SERVED_OPERATORS)
         raise UnsupportedError(
-            f"{reason} cannot be answered by the engine yet",
-            hint="the engine answers AI.IF over one relation as a conjunct of WHERE: WHERE … AND AI.IF(…)",
+            f"{self.call_of(site).operator.value} cannot be answered by the engine yet",
+            hint=f"the engine answers {served}, wherever they stand, over one relation or two",
             text=self.text,
             start=syntax.character_offset(self.text.encode(), site.span[0]),
         )
 
-    def _unserved(self) -> tuple[Site, str] | None:
-        for site in self.sites:
-            call = self.call_of(site)
-            if call.operator is not Operator.IF:
-                return site, call.operator.value
-            if call.prompt.num_arguments > 1:
-                return site, f"{call.operator.value} over two relations"
-            if not (site.is_conjunct and site.place.clause is Clause.WHERE):
-                return site, f"{call.operator.value} in {describe_place(site)}"
-        return None
-
-
-def describe_place(site: Site) -> str:
-    """Where a site stands, in words."""
-    place = site.place
-    if place.clause is Clause.WHERE and place.steps:
-        return f"{place.steps[0].kind} in WHERE"
-    if place.clause is Clause.WHERE and not site.is_conjunct:
-        return "an expression in WHERE"
-    return place.clause.value
+    def _unserved(self) -> Site | None:
+        return next((s for s in self.sites if self.call_of(s).operator not in SERVED_OPERATORS), None)
 
 
 def holds_call(node: Any) -> bool:

@@ -10,7 +10,7 @@ settled, it is exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quail.plan import syntax
@@ -28,6 +28,7 @@ from quail.plan.statement import (
     holds_call,
 )
 from quail.plan.syntax import Node
+from quail.planner.existence import decides_existence
 from quail.planner.filter_order import operand_order
 from quail.planner.pushdown import kept_side
 
@@ -53,11 +54,14 @@ class CandidateQuery:
         node: the query; columns `arguments` are the SQL texts, `row` the row number.
         arguments: name of the column of each argument, those of each site in turn; equal arguments share one.
         row: name of the row number column, None where rows have no numbers of their own.
+        group: name of a column that numbers the rows of another relation, for each of which one TRUE answer
+            is all that is wanted; None without such.
     """
 
     node: Node
     arguments: tuple[str, ...]
     row: str | None
+    group: str | None = None
 
     @property
     def sites_read(self) -> frozenset[int]:
@@ -85,7 +89,57 @@ class CandidatePlanner:
 
     def site(self, site: Site) -> CandidateQuery:
         """The candidate query of one site."""
+        if self.bound.call_of(site).options.calibrate == "batch":
+            return self._over_all_rows(site)
         return self._query(site.place, site.places[:-1], site.arguments)
+
+    def _over_all_rows(self, site: Site) -> CandidateQuery:
+        """The argument values in all rows that the block's conditions without calls leave.
+
+        Over these a call is calibrated, whatever other calls answer and whichever rows need it.
+        """
+        place = replace(site.place, steps=())
+        if place.stage is Stage.LIMITED:
+            place = replace(place, stage=Stage.RESULT)
+        block = self.blocks[place.block]
+        conjuncts = [conjunct for conjunct in block.conjuncts if not holds_call(conjunct)]
+        if place.clause is Clause.WHERE:
+            conjuncts.append(place.root)  # those in front of it are the rows' conditions
+        free = {
+            name: None if holds_call(block.node[name]) else block.node[name] for name in ("having", "qualify")
+        }
+        blocks = list(self.blocks)
+        blocks[place.block] = replace(block, conjuncts=tuple(conjuncts), node={**block.node, **free})
+        planner = replace(self, blocks=tuple(blocks))
+        return planner._query(place, site.places[:-1], site.arguments)
+
+    def first_match(self, site: Site) -> CandidateQuery | None:
+        """The candidate query of a site of which each row of another relation needs one TRUE answer at most.
+
+        That is the condition of a SEMI or ANTI join, or of an EXISTS; None where a site is neither, or where
+        the rows of the other relation cannot be told apart.
+        """
+        if not decides_existence(site, self.blocks):
+            return None
+        group = f"quail_{self.bound.nonce}_group"
+        names = self._names(len(site.arguments))
+        columns = self._columns(names, site.arguments)
+        outer = site.places[:-1]
+        if site.place.clause is Clause.ON:
+            left = _at(self.blocks[site.place.block].from_table, site.place.join or ())["left"]
+            if left["type"] != "BASE_TABLE":
+                return None
+            rowid = syntax.column(left["alias"] or left["table_name"], "rowid")
+            node, _ = self._block_query(
+                site.place, [*columns, syntax.aliased(rowid, group)], is_numbered=False
+            )
+        else:
+            node, _ = self._block_query(site.place, columns, is_numbered=False)
+            enclosing, outer = outer[-1], outer[:-1]
+            assert isinstance(enclosing, ExpressionPlace)
+            node = self._correlated(node, enclosing, names, group)
+        closed = with_visible_tables(node, outer, self.blocks)
+        return CandidateQuery(closed, names, None, group) if self.binds(closed) else None
 
     def chain(self, block: Block, sites: Sequence[Site]) -> CandidateQuery | None:
         """One query for sites that are conjuncts of one WHERE: the rows that their calls have to decide.
@@ -129,6 +183,22 @@ class CandidatePlanner:
             else:
                 node = self._result_query(block, place, [column], [])
             queries.append(node)
+        return queries
+
+    def spread(self, site: Site) -> list[list[Node]]:
+        """For each argument queries that give it as a text, in more rows than needed.
+
+        The first is over its own block, the others over those around it, where it may read their rows alone.
+        """
+        (name,) = self._names(1)
+        columns = [self._columns([name], [argument]) for argument in site.arguments]
+        queries = [[syntax.select(column, self.blocks[site.place.block].from_table)] for column in columns]
+        for depth, place in enumerate(site.places[:-1]):
+            if isinstance(place, ExpressionPlace):
+                from_table = self.blocks[place.block].from_table
+                for found, column in zip(queries, columns, strict=True):
+                    node = syntax.select(column, from_table)
+                    found.insert(1, with_visible_tables(node, site.places[:depth], self.blocks))
         return queries
 
     def _query(
@@ -280,17 +350,28 @@ class CandidatePlanner:
 
     # Blocks around
 
-    def _correlated(self, node: Node, place: ExpressionPlace, names: Sequence[str]) -> Node:
-        """The values of a query for each row of the block around it, gathered and spread out again."""
+    def _correlated(
+        self, node: Node, place: ExpressionPlace, names: Sequence[str], group: str | None = None
+    ) -> Node:
+        """The values of a query for each row of the block around it, gathered and spread out again.
+
+        With `group` there is a column of that name that numbers those rows.
+        """
         rows = f"quail_{self.bound.nonce}_rows"
         value = f"quail_{self.bound.nonce}_value"
         fields = ", ".join(f'"{name}": "{name}"' for name in names)
-        gathered = syntax.query(f"SELECT list(DISTINCT {{{fields}}}) FROM x", x=node)
+        distinct = "DISTINCT " if group is None else ""
+        gathered = syntax.query(f"SELECT list({distinct}{{{fields}}}) FROM x", x=node)
         outer, _ = self._block_query(
             place, [syntax.aliased(syntax.scalar_subquery(gathered), rows)], is_numbered=False
         )
-        spread = syntax.query(f'SELECT unnest("{rows}") AS "{value}" FROM x', x=outer)
         columns = ", ".join(f'"{value}"."{name}" AS "{name}"' for name in names)
+        numbers = ""
+        if group is not None:
+            outer = syntax.query(f'SELECT "{rows}", row_number() OVER () AS "{group}" FROM x', x=outer)
+            numbers = f', "{group}"'
+            columns += numbers
+        spread = syntax.query(f'SELECT unnest("{rows}") AS "{value}"{numbers} FROM x', x=outer)
         return syntax.query(f"SELECT {columns} FROM x", x=spread)
 
     def _lateral(self, node: Node, place: FromPlace, names: Sequence[str]) -> Node:

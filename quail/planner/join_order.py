@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from quail.cost.work import Work, rows
+from quail.cost.work import Work, rows, stacked_rows
 
 MOST_EXACT_OPERATORS = 12
 """With more operators, the filters of a relation keep the order of cost / (1 - selectivity)."""
@@ -54,11 +54,14 @@ class FilterOperator:
         relation: index of the relation.
         suffix_tokens: tokens behind the document.
         selectivity: share of documents that pass.
+        document_tokens: tokens of the document that it reads where that is another than the relation's, whose
+            KV then serves nothing else; None where it is the same.
     """
 
     relation: int
     suffix_tokens: float
     selectivity: float = 0.5
+    document_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -262,12 +265,14 @@ class _Search:
     def _filtered(self, state: _State, index: int, operator: FilterOperator) -> _State:
         relation = operator.relation
         documents = state.alive[relation]
-        prefix = self._query.label_tokens + self._query.relations[relation].tokens
-        question = self._prefix(state, relation) + rows(operator.suffix_tokens, behind=prefix)
+        own = operator.document_tokens
+        prefix = self._query.label_tokens + (self._query.relations[relation].tokens if own is None else own)
+        document = self._prefix(state, relation) if own is None else rows(prefix)
+        question = document + rows(operator.suffix_tokens, behind=prefix)
         alive = list(state.alive)
         alive[relation] = documents * operator.selectivity
         step = PlanStep(index, None, documents * question, documents)
-        return self._after(state, step, relation, alive, 0)
+        return self._after(state, step, relation if own is None else None, alive, 0)
 
     def _joined(self, state: _State, index: int, operator: JoinOperator, anchor: int) -> _State:
         mine, other = operator.relations[anchor], operator.relations[1 - anchor]
@@ -277,8 +282,9 @@ class _Search:
         frame = rows(operator.frame_tokens, behind=prefix, written=operator.frame_tokens)
         suffix = self._query.relations[other].tokens + operator.tail_tokens
         pairs = own * others * share
-        work = own * _any_of(share, others) * (self._prefix(state, mine) + frame)
-        work += pairs * rows(suffix, behind=prefix + operator.frame_tokens)
+        behind = prefix + operator.frame_tokens
+        work = own * _any_of(share, others) * (self._prefix(state, mine) + frame + Work(kv_read=behind))
+        work += pairs * stacked_rows(suffix, behind=behind)
         alive = list(state.alive)
         alive[mine] = own * _any_of(share * operator.selectivity, others)
         alive[other] = others * _any_of(share * operator.selectivity, own)
@@ -292,8 +298,10 @@ class _Search:
         fresh = self._query.label_tokens + self._query.relations[relation].tokens - reused
         return rows(fresh, behind=reused, written=fresh if self._num_readers[relation] > 1 else 0.0)
 
-    def _after(self, state: _State, step: PlanStep, relation: int, alive: list[float], joined: int) -> _State:
-        held = (state.held if self._query.retains else 0) | 1 << relation
+    def _after(
+        self, state: _State, step: PlanStep, relation: int | None, alive: list[float], joined: int
+    ) -> _State:
+        held = (state.held if self._query.retains else 0) | (0 if relation is None else 1 << relation)
         return _State(
             state.done | 1 << step.operator,
             tuple(alive),

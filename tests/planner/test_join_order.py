@@ -56,9 +56,9 @@ def cost_of(query: JoinQuery, sequence, cost) -> float:
     for index, anchor in sequence:
         operator = query.operators[index]
         if isinstance(operator, FilterOperator):
-            i, s = operator.relation, operator.suffix_tokens
-            behind = query.label_tokens + query.relations[i].tokens
-            work = read(i, alive[i])
+            i, s, own = operator.relation, operator.suffix_tokens, operator.document_tokens
+            n = behind = query.label_tokens + (query.relations[i].tokens if own is None else own)
+            work = read(i, alive[i]) if own is None else Work(alive[i] * n, alive[i] * n * (n + 1) / 2)
             work += Work(alive[i] * s, alive[i] * (s * behind + s * (s + 1) / 2), 0, alive[i] * behind)
             alive[i] *= operator.selectivity
         else:
@@ -68,8 +68,8 @@ def cost_of(query: JoinQuery, sequence, cost) -> float:
             f, s = operator.frame_tokens, query.relations[j].tokens + operator.tail_tokens
             work = read(i, asked)
             work += Work(asked * f, asked * (f * behind + f * (f + 1) / 2), asked * f, asked * behind)
-            pairs = alive[i] * alive[j] * operator.pair_share
-            work += Work(pairs * s, pairs * (s * (behind + f) + s * (s + 1) / 2), 0, pairs * (behind + f))
+            pairs, behind = alive[i] * alive[j] * operator.pair_share, behind + f
+            work += Work(pairs * s, pairs * (s * behind + s * (s + 1) / 2), 0, asked * behind)
             match = operator.pair_share * operator.selectivity
             alive[i], alive[j] = (
                 alive[i] * (1 - (1 - match) ** alive[j]),
@@ -77,7 +77,8 @@ def cost_of(query: JoinQuery, sequence, cost) -> float:
             )
         if not query.retains:
             held.clear()
-        held.add(i)
+        if getattr(operator, "document_tokens", None) is None:
+            held.add(i)
         total += cost(work)
     return total
 
@@ -117,7 +118,12 @@ def random_query(random_: random.Random, most_operators: int) -> JoinQuery:
         for i in range(num_tables - 1)
     ]
     filters = [
-        FilterOperator(i, random_.uniform(3, 60), random_.choice([0.0, 0.05, 0.5, 0.95, 1.0]))
+        FilterOperator(
+            i,
+            random_.uniform(3, 60),
+            random_.choice([0.0, 0.05, 0.5, 0.95, 1.0]),
+            random_.choice([None, None, None, 30]),
+        )
         for i in range(num_tables)
         for _ in range(random_.randint(0, 3))
     ]

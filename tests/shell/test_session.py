@@ -9,7 +9,7 @@ import pytest
 
 import quail
 from quail import Query, QueryCancelled, QueryResult, Session
-from quail.errors import BindError, ConfigError, QuailError, SourceError, UnsupportedError
+from quail.errors import BindError, ConfigError, QuailError, SourceError
 from quail.plan.logical import AICall
 from tests.shell.stub import StubEngine
 
@@ -101,14 +101,6 @@ def test_statements_that_cannot_be_understood(session: Session) -> None:
         session.sql("SELEC 1").run()
     with pytest.raises(QuailError, match="a statement is text, not NoneType"):
         session.sql(None)  # type: ignore[arg-type]
-
-
-def test_what_the_engine_cannot_serve_is_refused_before_it_is_loaded() -> None:
-    with Session(quail.EngineConfig(model="no-such-model")) as session:
-        session.register("docs", DOCUMENTS)
-        query = session.sql("SELECT AI.IF(PROMPT('Good? {0}', text)) FROM docs")
-        with pytest.raises(UnsupportedError, match="yet"):
-            query.run()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,12 @@ class Stub:
         self.tables.add(asks.table)
         self.rows += asks.rows.tolist()
         for handle, key in zip(asks.documents.tolist(), keys, strict=True):
-            assert self.documents.setdefault(handle, key[0]) == key[0], "a handle means one text"
+            text = key[call.anchor]
+            assert self.documents.setdefault(handle, text) == text, "a handle means one text"
+        assert (asks.partners is None) == (call.prompt.num_arguments == 1)
+        for handle, key in zip([] if asks.partners is None else asks.partners.tolist(), keys, strict=False):
+            text = key[1 - call.anchor]
+            assert self.documents.setdefault(handle, text) == text, "a handle means one text"
         if isinstance(self._answer, Mapping):
             values = [self._answer.get(key if len(key) > 1 else key[0]) for key in keys]
         else:
@@ -81,6 +86,7 @@ def cut(asks: Asks, start: int, stop: int) -> Asks:
         asks.may_follow[start:stop],
         asks.rows[start:stop],
         asks.table,
+        None if asks.partners is None else asks.partners[start:stop],
     )
 
 
@@ -116,7 +122,7 @@ def run_with_report(
     control = RunControl(order=order)
     running = RelationalRun(bound, catalog, control)
     try:
-        stub.run(bound.calls, running.feed, control)
+        stub.run(running.calls, running.feed, control)
         assert len(set(stub.asked)) == len(stub.asked), "a question was asked twice"
         return running.result(), running.stages()
     finally:

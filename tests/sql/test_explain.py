@@ -39,7 +39,6 @@ GOLDEN = {
         │     if (k = 1) IS NOT TRUE
         └─ ask call 1 in WHERE: after call 0
               if (k = 1) IS NOT TRUE AND call 0 IS NOT TRUE
-        the engine cannot answer all of these calls yet
         """,
     "WITH c AS (SELECT k, AI.SCORE('s ' || body) AS s FROM v) SELECT k, max(s) FROM c GROUP BY k HAVING AI.IF('h ' || k)": """
         call 0: AI.SCORE('s ' || body)
@@ -49,7 +48,6 @@ GOLDEN = {
         │     over the rows after GROUP BY, HAVING and QUALIFY
         └─ WITH c from v
            └─ ask call 0 in SELECT: 15 questions (exact)
-        the engine cannot answer all of these calls yet
         """,
     "SELECT r.id, AI.CLASSIFY(body, ['a', 'b']) FROM r LEFT JOIN u ON r.k = u.k AND AI.IF(PROMPT('{0} {1}', body, word))"
     " WHERE r.id < 4 AND EXISTS (SELECT 1 FROM u w WHERE w.id = r.id) ORDER BY r.id LIMIT 3": """
@@ -63,7 +61,6 @@ GOLDEN = {
         │     over the rows after ORDER BY and LIMIT
         └─ subquery in WHERE from u AS w
            └─ decide (w.id = r.id)
-        the engine cannot answer all of these calls yet
         """,
     "SELECT id FROM r": """
         no AI calls: DuckDB runs the statement as it stands
@@ -105,6 +102,7 @@ def test_json(tables: StubCatalog) -> None:
                         "after_calls": [],
                         "questions": 9,
                         "is_exact": True,
+                        "is_barrier": False,
                     }
                 ],
             }

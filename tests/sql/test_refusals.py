@@ -8,6 +8,8 @@ import pytest
 
 from quail.errors import BindError, UnsupportedError
 from quail.frontend.sql import bind_sql
+from quail.plan import statement
+from quail.plan.logical import Operator
 from tests.sql.stub import StubCatalog
 
 
@@ -37,7 +39,8 @@ REFUSED = {
     "SELECT AI.IF('q' || body, selectivity := ^id) FROM r": "must be a constant",
     "SELECT AI.IF('q' || body, answers := ^['a']) FROM r": "two different words",
     "SELECT AI.IF('q' || body, answers := ^['A', 'a']) FROM r": "two different words",
-    "SELECT AI.IF('q' || body, anchor := ^'r') FROM r": "not supported yet",
+    "SELECT AI.IF('q' || body, anchor := ^'r') FROM r": "anchor needs a prompt over two relations",
+    "SELECT 1 FROM r, u WHERE AI.IF(PROMPT('{0} {1}', body, word), anchor := ^'w')": "'left', 'right', 'r' or 'u'",
     "SELECT AI.CLASSIFY(body, ^['a']) FROM r": "2 to 255 categories are needed, got 1",
     "SELECT AI.CLASSIFY(body, ^['a', 'A']) FROM r": "are the same",
     "SELECT AI.CLASSIFY(body, ^['a', '']) FROM r": "'' is not a category",
@@ -120,26 +123,18 @@ def test_a_thousand_ors(tables: StubCatalog) -> None:
     assert len(bind_sql(sql, None, tables).calls) == 1000
 
 
-@pytest.mark.parametrize(
-    ("sql", "words"),
-    [
-        ("SELECT AI.IF('q' || body) FROM r", "AI.IF in SELECT"),
-        ("SELECT id FROM r WHERE AI.IF('q' || body) OR id = 1", "AI.IF in OR in WHERE"),
-        ("SELECT id FROM r WHERE AI.SCORE('q' || body) > 0.5", "AI.SCORE"),
-        ("SELECT id FROM r GROUP BY id HAVING AI.IF('q' || id)", "AI.IF in HAVING"),
-        ("SELECT 1 FROM r LEFT JOIN u ON AI.IF('q' || body)", "AI.IF in ON"),
-        ("SELECT 1 FROM r, u WHERE AI.IF(PROMPT('{0} {1}', body, word))", "AI.IF over two relations"),
-        ("SELECT id FROM r WHERE NOT AI.CLASSIFY(body, ['a', 'b']) = 'a'", "AI.CLASSIFY"),
-    ],
-)
-def test_what_the_engine_cannot_answer_yet(sql: str, words: str, tables: StubCatalog) -> None:
-    bound = bind_sql(sql, None, tables)
+def test_an_operator_that_the_engine_cannot_answer(
+    tables: StubCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statement, "SERVED_OPERATORS", (Operator.IF, Operator.SCORE))
+    bound = bind_sql(
+        "SELECT AI.PROBABILITIES(body, ['a', 'b']) FROM r WHERE AI.IF('q' || body)", None, tables
+    )
     assert not bound.is_engine_served
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="the engine answers AI.IF and AI.SCORE") as caught:
         bound.require_engine_served()
-    assert words in str(caught.value)
-    assert "conjunct of WHERE" in str(caught.value)
-    assert caught.value.column is not None
+    assert "AI.PROBABILITIES" in str(caught.value)
+    assert caught.value.column == 8
 
 
 @pytest.mark.parametrize(
@@ -148,6 +143,13 @@ def test_what_the_engine_cannot_answer_yet(sql: str, words: str, tables: StubCat
         "SELECT id FROM r WHERE AI.IF('q' || body) AND id > 0 AND NOT AI.IF('p' || body) ORDER BY id",
         "WITH c AS (SELECT * FROM r WHERE AI.IF('q' || body)) SELECT count(*) FROM c",
         "SELECT id FROM r",
+        "SELECT id FROM r WHERE NOT AI.CLASSIFY(body, ['a', 'b']) = 'a'",
+        "SELECT AI.PROBABILITIES(body, ['a', 'b']) FROM r",
+        "SELECT AI.IF('q' || body) FROM r WHERE AI.SCORE('q' || body) > 0.5 OR id = 1",
+        "SELECT id FROM r GROUP BY id HAVING AI.IF('q' || id)",
+        "SELECT 1 FROM r LEFT JOIN u ON AI.IF('q' || body)",
+        "SELECT 1 FROM r, u WHERE AI.IF(PROMPT('{0} {1}', body, word))",
+        "SELECT id FROM r WHERE EXISTS (SELECT 1 FROM u WHERE AI.IF(PROMPT('{0} {1}', body, word)))",
     ],
 )
 def test_what_the_engine_answers(sql: str, tables: StubCatalog) -> None:
