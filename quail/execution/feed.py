@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import secrets
@@ -271,20 +270,8 @@ class RunFeed:
         for planned in self._pending:
             for site in planned.sites:
                 if len(site.arguments) == 2 and site.call not in self._pairs.choices:
-                    sides = [self._measured(queries) for queries in self._planner.spread(site)]
+                    sides = [self._reader.measured(queries) for queries in self._planner.spread(site)]
                     self._pairs.estimate(site, *zip(*sides, strict=True))
-
-    def _measured(self, queries: Sequence[Node]) -> tuple[int, int]:
-        """Number and bytes of the distinct texts of the first query that can be asked by itself."""
-        for node in queries:
-            inner = self._names.in_run(syntax.to_sql(node))
-            (name,) = (item["alias"] for item in node["select_list"])
-            texts = f'SELECT DISTINCT "{name}" AS t FROM ({inner})'
-            sizes = f"SELECT count(t), coalesce(sum(strlen(t)), 0) FROM ({texts})"
-            with contextlib.suppress(duckdb.BinderException, duckdb.CatalogException):
-                ((count, size),) = self._cursor.sql(sizes).fetchall()
-                return int(count), int(size)
-        return 0, 0
 
     # Questions
 

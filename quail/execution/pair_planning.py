@@ -16,7 +16,15 @@ from quail.plan.statement import Site
 from quail.planner.anchors import Numbers, PairTokens, TokenCounter, pair_work
 from quail.planner.ask_groups import AskGroup
 from quail.planner.filter_order import selectivity
-from quail.planner.join_order import FilterOperator, JoinOperator, JoinQuery, Operator, Relation, order_joins
+from quail.planner.join_order import (
+    FilterOperator,
+    JoinOperator,
+    JoinPlan,
+    JoinQuery,
+    Operator,
+    Relation,
+    order_joins,
+)
 
 _MOST_FLAGS = 2**26
 """Pairs are told apart in an array with a byte for each possible one, up to so many."""
@@ -49,11 +57,16 @@ class PairPlanner:
         texts: of the run.
         counter: of tokens.
         order: `auto` or `as_written`.
+
+    Attributes:
+        choices: the anchors chosen so far, by call.
+        plans: the orders of filters and joins that stand together, by block.
     """
 
     def __init__(self, calls: Sequence[AICall], texts: Texts, counter: TokenCounter, order: str) -> None:
         self.calls = list(calls)
         self.choices: dict[int, AnchorChoice] = {}
+        self.plans: dict[int, JoinPlan] = {}
         self._texts, self._counter, self._order = texts, counter, order
         self._tokens: Int64s = np.zeros(0, dtype=np.int64)
         for call in calls:
@@ -167,6 +180,7 @@ class PairPlanner:
             )
         query = JoinQuery(tuple(relations), tuple(operators), self._counter.label_tokens)
         plan = order_joins(query, self._counter.cost, self._order)
+        self.plans[group.sites[0].place.block] = plan
         for step in plan.steps:
             call_index = group.sites[step.operator].call
             if step.anchor is not None and call_index not in self.choices:

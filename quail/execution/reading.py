@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import duckdb
@@ -146,6 +147,18 @@ class CandidateReader:
         everything = self.read_pairs(query)
         for place in range(0, len(everything), BLOCK_ROWS):
             yield replace(everything.taken(slice(place, place + BLOCK_ROWS)), starts_over=not place)
+
+    def measured(self, queries: Sequence[syntax.Node]) -> tuple[int, int]:
+        """Number and bytes of the distinct texts of the first query that can be asked by itself."""
+        for node in queries:
+            inner = self._in_run(syntax.to_sql(node))
+            (name,) = (item["alias"] for item in node["select_list"])
+            texts = f'SELECT DISTINCT "{name}" AS t FROM ({inner})'
+            sizes = f"SELECT count(t), coalesce(sum(strlen(t)), 0) FROM ({texts})"
+            with contextlib.suppress(duckdb.BinderException, duckdb.CatalogException):
+                ((count, size),) = self._cursor.sql(sizes).fetchall()
+                return int(count), int(size)
+        return 0, 0
 
     def _window(self, query: CandidateQuery, sql: str) -> Candidates:
         self._cursor.execute(f"CREATE TEMP TABLE {_WINDOW} AS {sql}")

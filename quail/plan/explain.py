@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import duckdb
 from quail.config import EngineConfig
 from quail.errors import ConfigError, QuailError
 from quail.execution.forecast import Forecaster
+from quail.execution.join_forecast import JoinForecast, JoinPlans, forecast_joins
 from quail.execution.population import AskedSite, NamedForecast, Population
 from quail.plan import syntax
 from quail.plan.lookups import stand_in
@@ -34,6 +36,7 @@ from quail.plan.statement import (
     holds_call,
 )
 from quail.plan.syntax import Node
+from quail.planner.anchors import LengthCounter
 from quail.planner.candidates import CandidatePlanner
 from quail.planner.estimate import TokenForecast
 from quail.planner.filter_order import selectivity
@@ -74,6 +77,7 @@ class SiteReport:
     questions: int | None
     is_exact: bool
     is_barrier: bool = False
+    join: JoinForecast | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def explain(
         raise ConfigError(f"explain has no format {format!r}", hint="use 'text' or 'json'")
     cursor = catalog.cursor()
     try:
-        explainer = _Explainer(bound, cursor, order)
+        explainer = _Explainer(bound, cursor, order, config)
         reports = explainer.blocks()
         engine = explainer.engine(config) if config is not None and _is_forecast(bound) else None
     finally:
@@ -151,7 +155,13 @@ def _is_forecast(bound: BoundStatement) -> bool:
 
 
 class _Explainer:
-    def __init__(self, bound: BoundStatement, cursor: duckdb.DuckDBPyConnection, order: str) -> None:
+    def __init__(
+        self,
+        bound: BoundStatement,
+        cursor: duckdb.DuckDBPyConnection,
+        order: str,
+        config: EngineConfig | None,
+    ) -> None:
         self._bound = bound
         self._cursor = cursor
         for name, value in bound.parameters.items() if bound.query is not None else ():
@@ -166,6 +176,9 @@ class _Explainer:
         self._planner = CandidatePlanner(
             bound, optimize(bound, order), order, self._binds, has_row_numbers=False
         )
+        self._joins = JoinPlans({}, {}, {})
+        if any(call.prompt.num_arguments == 2 for call in bound.calls):
+            self._joins = self._plan_joins(config)
 
     def blocks(self) -> list[BlockReport]:
         return [self._block(block) for block in self._planner.blocks]
@@ -195,6 +208,7 @@ class _Explainer:
         positions = {id(conjunct): i for i, conjunct in enumerate(block.conjuncts)}
         own = [site for site in self._bound.sites if site.place.block == block.index]
         own.sort(key=lambda site: (_CLAUSES.index(site.place.clause), positions.get(id(site.place.root), 0)))
+        own = self._in_chain_order(own)
         return BlockReport(
             block.index,
             self._parent(block),
@@ -203,6 +217,19 @@ class _Explainer:
             tuple(self._shown(conjunct) for conjunct in free),
             self._sites(block, own),
         )
+
+    def _plan_joins(self, config: EngineConfig | None) -> JoinPlans:
+        counter: Forecaster | None = None
+        with suppress(QuailError):
+            counter = Forecaster.of(config) if config is not None else None
+        return forecast_joins(self._bound, self._planner, self._cursor, counter, LengthCounter())
+
+    def _in_chain_order(self, sites: list[Site]) -> list[Site]:
+        """The sites with those of a chain of joins and filters in the order planned for them."""
+        places = self._joins.places
+        chained = [site for site in sites if site.index in places]
+        following = iter(sorted(chained, key=lambda site: places[site.index]))
+        return [next(following) if site.index in places else site for site in sites]
 
     def _sites(self, block: Block, sites: Sequence[Site]) -> tuple[SiteReport, ...]:
         reports: list[SiteReport] = []
@@ -222,6 +249,8 @@ class _Explainer:
                 if site.place.stage is Stage.LIMITED:
                     reaching = min(reaching, _limit(block) / candidates)
                 questions = round(candidates * reaching)
+            if not is_exact:
+                questions = self._joins.questions.get(site.index, questions)
             self._asked.append(AskedSite(site, query, questions, is_exact, reaching))
             is_barrier = self._bound.call_of(site).options.calibrate == "batch"
             conditions = [] if is_barrier else self._planner.conditions(site.place)
@@ -236,6 +265,7 @@ class _Explainer:
                     questions,
                     is_exact,
                     is_barrier,
+                    self._joins.joins.get(site.index),
                 )
             )
         return tuple(reports)
@@ -349,6 +379,7 @@ def _as_json(
                         "is_exact": site.is_exact,
                         "is_barrier": site.is_barrier,
                     }
+                    | ({} if site.join is None else {"join": site.join.as_dict()})
                     for site in report.sites
                 ],
             }
@@ -444,10 +475,15 @@ def _site_lines(site: SiteReport) -> list[str]:
         count = f"after call {', '.join(map(str, site.after))}" if site.after else "questions unknown"
     else:
         noun = "question" if site.questions == 1 else "questions"
-        count = f"{site.questions:,} {noun} {_certainty(site.is_exact)}"
+        certainty = (
+            "(at most)" if site.join is not None and site.join.ends_early else _certainty(site.is_exact)
+        )
+        count = f"{site.questions:,} {noun} {certainty}"
         if site.after and not site.is_exact:
             count += f" after call {', '.join(map(str, site.after))}"
     lines = [f"ask call {site.call} in {site.clause}: {count}"]
+    if site.join is not None:
+        lines.append(f"   {site.join.as_text()}")
     if site.is_barrier:
         lines.append("   calibrated by batch: no answer before the last question, over all rows")
     elif site.stage != Stage.ROWS.value:

@@ -56,11 +56,28 @@ GOLDEN = {
         query from (r LEFT JOIN u ON (((r.k = u.k) AND call 0)))
         ├─ decide (r.id < 4) AND EXISTS(SELECT 1 FROM u AS w WHERE (w.id = r.id))
         ├─ ask call 0 in ON: 5 questions (exact)
+        │     anchor body (less work)
         │     if (r.k = u.k) IS TRUE
         ├─ ask call 1 in SELECT: after call 0
         │     over the rows after ORDER BY and LIMIT
         └─ subquery in WHERE from u AS w
            └─ decide (w.id = r.id)
+        """,
+    "SELECT r.id FROM r, u WHERE AI.IF(PROMPT('{0} {1}', body, word), anchor := 'u') AND AI.IF('one ' || body)": """
+        call 0: AI.IF(PROMPT('{0} {1}', body, word), anchor := 'u')
+        call 1: AI.IF('one ' || body)
+        query from r , u
+        ├─ ask call 1 in WHERE: 15 questions (exact)
+        └─ ask call 0 in WHERE: 45 questions (estimated) after call 1
+              anchor word (as the statement says)
+        """,
+    "SELECT id FROM r WHERE EXISTS (SELECT 1 FROM u WHERE u.k = r.k AND AI.IF(PROMPT('{0} {1}', body, word)))": """
+        call 0: AI.IF(PROMPT('{0} {1}', body, word))
+        query from r
+        └─ subquery in WHERE from u
+           ├─ decide (u.k = r.k)
+           └─ ask call 0 in WHERE: 18 questions (at most)
+                 anchor word (less work); the first match of a row ends its search
         """,
     "SELECT id FROM r": """
         no AI calls: DuckDB runs the statement as it stands
