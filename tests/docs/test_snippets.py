@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import quail
+import quail.frames
 from quail import cli
 from quail.execution.runner import Engine
+from quail.plan.logical import AICall, Operator
 from tests.shell.stub import StubEngine
 
 ROOT = Path(__file__).parents[2]
@@ -40,10 +42,21 @@ SNIPPETS = [
 
 
 class Stub(StubEngine):
-    """Says TRUE to every second document."""
+    """Says TRUE to every second document, and labels by length."""
 
     def __init__(self) -> None:
-        super().__init__(lambda call, arguments: len(arguments[0]) % 2 == 0)
+        super().__init__(self.answer_of)
+
+    @staticmethod
+    def answer_of(call: AICall, arguments: tuple[str, ...]) -> Any:
+        is_even = len(arguments[0]) % 2 == 0
+        labels = [category.label for category in call.categories]
+        return {
+            Operator.IF: is_even,
+            Operator.SCORE: 0.9 if is_even else 0.2,
+            Operator.CLASSIFY: labels[len(arguments[0]) % len(labels)] if labels else None,
+            Operator.PROBABILITIES: [(label, 1 / len(labels)) for label in labels],
+        }[call.operator]
 
     def close(self) -> None:
         pass
@@ -53,6 +66,7 @@ class Stub(StubEngine):
 def _in_a_copy_of_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quail.frames, "_shared", [])
     monkeypatch.setattr(Engine, "boot", lambda config, progress=None: Stub())
 
 
