@@ -141,6 +141,7 @@ class Run:
         for stage in self.stages:
             _check_question(stage, pieces, limits)
         self.encoder = DocumentEncoder(tokenizer, pieces, limits.context_tokens)
+        self._num_label_tokens = len(pieces.prefix)
         self.scheduler = Scheduler(
             model.pages,
             token_budget=limits.token_budget,
@@ -289,10 +290,19 @@ class Run:
         if unknown:
             texts = asks.arguments[1 - stage.call.anchor].take(pa.array(unknown.values(), type=pa.int64()))
             self._partners.update(zip(unknown, self._tokenize(texts, partner=True), strict=True))
-        found = [np.concatenate([self._partners[handle].ids, stage.tail]) for handle in handles]
+        found = [np.concatenate([self._partner_ids(handle, stage), stage.tail]) for handle in handles]
         while len(self._partners) > MOST_PARTNERS:
             self._partners.pop(next(iter(self._partners)))
         return found
+
+    def _partner_ids(self, handle: int, stage: Stage) -> Int32s:
+        """Ids of a partner; where documents may be cut, one that leaves no room for its anchor gets half."""
+        ids = self._partners[handle].ids
+        room = self.limits.context_tokens - stage.num_fixed_tokens - self._num_label_tokens
+        if self.control.on_long != "truncate" or len(ids) < room:
+            return ids
+        self.stats.num_truncated += 1
+        return ids[: room // 2]
 
     def _tokenize(self, texts: pa.Array, *, partner: bool = False) -> list[PrefixIds]:
         started = time.perf_counter()

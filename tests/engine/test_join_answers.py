@@ -93,3 +93,16 @@ def test_a_pair_too_long_only_jointly(engine):
         np.testing.assert_allclose(run.logits[names[a, p], 0], oracle, atol=1e-3)
     cut = engine.oracle_answer(call, left[1][:-1], right[2])
     np.testing.assert_allclose(run.logits[names[1, 2], 0], cut, atol=1e-3)
+
+
+def test_a_partner_that_leaves_its_anchor_no_room_is_cut_too(engine):
+    call = pair_question(0, TEMPLATE)
+    room = engine.context_tokens - len(engine.prompt(call, "", ""))
+    left, right = ["a", "1" * room], ["2" * (2 * room)]
+    feed = PairFeed(left, right, (call,))
+    run = engine.run((call,), feed, pages=200, control=RunControl(on_long="truncate"))
+    assert run.stats.num_truncated == 3
+    partner = right[0][: room // 2]
+    for key, anchor in enumerate(("a", left[1][: room - room // 2])):
+        oracle = engine.oracle_answer(call, anchor, partner)
+        np.testing.assert_allclose(run.logits[key, 0], oracle, atol=1e-3)
