@@ -260,8 +260,6 @@ class Query:
 
         session = self._session
         catalog = session._open()
-        if session._owns_engine:
-            self._bound.require_engine_served()
         started = time.perf_counter()
         run = self._running = RelationalRun(self._bound, catalog, control, self._token_counter())
         try:

@@ -385,7 +385,6 @@ def _as_json(
             }
             for report in reports
         ],
-        "served_by_engine": bound.is_engine_served,
         "warnings": list(bound.warnings),
     }
     if engine is not None:
@@ -448,8 +447,6 @@ def _as_text(
         lines += _block_lines(root, reports, "")
     lines += _engine_lines(engine) if engine is not None else []
     lines += _done_lines(engine, done) if done is not None else []
-    if not bound.is_engine_served:
-        lines.append("the engine cannot answer all of these calls yet")
     lines += [f"warning: {warning}" for warning in bound.warnings]
     return "\n".join(lines)
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from quail.errors import UnsupportedError
 from quail.plan import syntax
-from quail.plan.logical import AICall, Operator
+from quail.plan.logical import AICall
 from quail.plan.syntax import Node, Span
 
 
@@ -42,9 +41,6 @@ class Stage(enum.Enum):
     RESULT = "the rows after GROUP BY, HAVING and QUALIFY"
     LIMITED = "the rows after ORDER BY and LIMIT"
 
-
-SERVED_OPERATORS = tuple(Operator)
-"""Operators that the engine answers, in any place."""
 
 FILTER_CLAUSES = frozenset({Clause.WHERE, Clause.ON, Clause.HAVING, Clause.QUALIFY})
 
@@ -75,11 +71,6 @@ class Block:
     places: tuple[Place, ...] = ()
     grouped_items: frozenset[int] = frozenset()
     limited_items: frozenset[int] = frozenset()
-
-    @property
-    def num_free_conjuncts(self) -> int:
-        """How many conjuncts hold no AI call."""
-        return sum(not holds_call(conjunct) for conjunct in self.conjuncts)
 
     @property
     def limit(self) -> Node | None:
@@ -260,27 +251,6 @@ class BoundStatement:
             pieces += [encoded[position : edit.span[0]].decode(), edit.text]
             position = edit.span[1]
         return "".join([*pieces, encoded[position:stop].decode()])
-
-    @property
-    def is_engine_served(self) -> bool:
-        """Whether the engine can answer every call of the statement."""
-        return self._unserved() is None
-
-    def require_engine_served(self) -> None:
-        """Raises UnsupportedError at the first call that the engine cannot answer yet."""
-        site = self._unserved()
-        if site is None:
-            return
-        served = " and ".join(operator.value for operator in SERVED_OPERATORS)
-        raise UnsupportedError(
-            f"{self.call_of(site).operator.value} cannot be answered by the engine yet",
-            hint=f"the engine answers {served}, wherever they stand, over one relation or two",
-            text=self.text,
-            start=syntax.character_offset(self.text.encode(), site.span[0]),
-        )
-
-    def _unserved(self) -> Site | None:
-        return next((s for s in self.sites if self.call_of(s).operator not in SERVED_OPERATORS), None)
 
 
 def holds_call(node: Any) -> bool:

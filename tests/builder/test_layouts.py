@@ -16,7 +16,6 @@ from quail import ConfigError, EngineConfig, PlanError, cli, layouts
 from quail.execution.runner import Engine
 from quail.layouts import Rows, area_under_roc, measure_layouts
 from quail.plan.logical import AICall
-from quail.plan.statement import BoundStatement
 from tests.shell.stub import StubEngine
 
 
@@ -48,7 +47,6 @@ def booted(monkeypatch: pytest.MonkeyPatch) -> list[Model]:
         return found[-1]
 
     monkeypatch.setattr(Engine, "boot", boot)
-    monkeypatch.setattr(BoundStatement, "require_engine_served", lambda self: None)
     return found
 
 

@@ -19,7 +19,6 @@ from quail.kv.pages import PAGE_TOKENS
 from quail.models.decoder import PagedDecoder
 from quail.models.outline import read_outline
 from quail.models.registry import fetch
-from quail.plan.statement import BoundStatement
 from quail.planner.prefix_sharing import decide
 from tests.engine.engines import RecordingRun, TinyEngine, assert_equal_answers
 from tests.engine.feeds import ChainFeed, question
@@ -244,8 +243,7 @@ def test_a_row_limit_keeps_the_order_of_rows(open_session):
     assert report["stages"][0]["evaluated"] < 30
 
 
-def test_labels_are_planned_too(open_session, monkeypatch):
-    monkeypatch.setattr(BoundStatement, "require_engine_served", lambda self: None)
+def test_labels_are_planned_too(open_session):
     session = open_session()
     start = "The ship left the harbour before dawn, and nobody on the pier waved. " * 3
     session.register("calls", {"id": [1, 2, 3], "text": [start + "Soup!", start + "No.", "Rain."]})

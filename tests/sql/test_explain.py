@@ -124,7 +124,6 @@ def test_json(tables: StubCatalog) -> None:
                 ],
             }
         ],
-        "served_by_engine": True,
         "warnings": [],
     }
 

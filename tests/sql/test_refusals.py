@@ -6,10 +6,8 @@ import contextlib
 
 import pytest
 
-from quail.errors import BindError, UnsupportedError
+from quail.errors import BindError
 from quail.frontend.sql import bind_sql
-from quail.plan import statement
-from quail.plan.logical import Operator
 from tests.sql.stub import StubCatalog
 
 
@@ -121,39 +119,6 @@ def test_deep_nesting_is_an_error_or_works(sql: str, tables: StubCatalog) -> Non
 def test_a_thousand_ors(tables: StubCatalog) -> None:
     sql = "SELECT id FROM r WHERE " + " OR ".join(f"AI.IF('question {i}' || body)" for i in range(1000))
     assert len(bind_sql(sql, None, tables).calls) == 1000
-
-
-def test_an_operator_that_the_engine_cannot_answer(
-    tables: StubCatalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(statement, "SERVED_OPERATORS", (Operator.IF, Operator.SCORE))
-    bound = bind_sql(
-        "SELECT AI.PROBABILITIES(body, ['a', 'b']) FROM r WHERE AI.IF('q' || body)", None, tables
-    )
-    assert not bound.is_engine_served
-    with pytest.raises(UnsupportedError, match="the engine answers AI.IF and AI.SCORE") as caught:
-        bound.require_engine_served()
-    assert "AI.PROBABILITIES" in str(caught.value)
-    assert caught.value.column == 8
-
-
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "SELECT id FROM r WHERE AI.IF('q' || body) AND id > 0 AND NOT AI.IF('p' || body) ORDER BY id",
-        "WITH c AS (SELECT * FROM r WHERE AI.IF('q' || body)) SELECT count(*) FROM c",
-        "SELECT id FROM r",
-        "SELECT id FROM r WHERE NOT AI.CLASSIFY(body, ['a', 'b']) = 'a'",
-        "SELECT AI.PROBABILITIES(body, ['a', 'b']) FROM r",
-        "SELECT AI.IF('q' || body) FROM r WHERE AI.SCORE('q' || body) > 0.5 OR id = 1",
-        "SELECT id FROM r GROUP BY id HAVING AI.IF('q' || id)",
-        "SELECT 1 FROM r LEFT JOIN u ON AI.IF('q' || body)",
-        "SELECT 1 FROM r, u WHERE AI.IF(PROMPT('{0} {1}', body, word))",
-        "SELECT id FROM r WHERE EXISTS (SELECT 1 FROM u WHERE AI.IF(PROMPT('{0} {1}', body, word)))",
-    ],
-)
-def test_what_the_engine_answers(sql: str, tables: StubCatalog) -> None:
-    bind_sql(sql, None, tables).require_engine_served()
 
 
 def test_a_column_or_alias_called_ai_is_no_function(tables: StubCatalog) -> None:
