@@ -1,4 +1,4 @@
-"""Fast attention on torch's flash kernel; `reference.attend` is its slow twin.
+"""Fast attention on torch's flash kernel for CPUs; `reference.attend` is its slow twin, and runs elsewhere.
 
 Two kinds of calls, merged by their log-sum-exp:
 

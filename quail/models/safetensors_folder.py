@@ -111,9 +111,8 @@ def map_folder(folder: Path, config: DecoderConfig) -> dict[str, torch.Tensor]:
         for name, tensor in map_tensors(path).items():
             if name in weights:
                 raise ModelError(f"{folder}: tensor {name} is in two files")
-            if not name.endswith(
-                ".self_attn.rotary_emb.inv_freq"
-            ):  # old files; computed from the configuration
+            # Old files hold the rotary frequencies too, which the configuration gives.
+            if not name.endswith(".self_attn.rotary_emb.inv_freq"):
                 weights[name] = tensor
     if config.tied_head and HEAD in weights:
         if EMBEDDING not in weights or not torch.equal(weights[HEAD], weights[EMBEDDING]):

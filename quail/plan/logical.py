@@ -53,6 +53,7 @@ class CallOptions:
         selectivity: the user's estimate of the share of TRUE answers, in [0, 1].
         answers: the two answer words, the one that means TRUE first.
         threshold: probability above which AI.IF is TRUE; None compares the logits.
+        anchor: over two relations the argument that the user wants as anchor; None lets the planner choose.
         calibrate: what is subtracted from the answers' log-odds (or labels' log-probabilities): `content`,
             their mean over content-free documents; `batch`, their mean over the run's own documents; None,
             nothing.

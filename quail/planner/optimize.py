@@ -1,6 +1,7 @@
 """The rules of the relational side, in the order in which they are applied.
 
-Each rule takes a block and returns it changed, or the same object where nothing changes.
+Each rule takes a block and returns it changed, or the same object where nothing changes. Rules that need the
+texts themselves (`order_joins`, `choose_anchors`, prefix sharing) are applied while the statement runs.
 """
 
 from __future__ import annotations
