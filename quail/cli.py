@@ -56,6 +56,7 @@ Allow = Annotated[list[Path] | None, typer.Option(help="File or folder that stat
 
 def main() -> None:
     """Entry point of the command."""
+    _open_streams()
     arguments = sys.argv[1:]
     stop = arguments.index("--") if "--" in arguments else len(arguments)
     _Errors.debug = "--debug" in arguments[:stop] or bool(os.environ.get("QUAIL_DEBUG"))
@@ -66,6 +67,13 @@ def main() -> None:
             args=[each for each in arguments[:stop] if each != "--debug"] + arguments[stop:],
             prog_name="quail",
         )
+
+
+def _open_streams() -> None:
+    """Gives the program the standard streams that it was started without."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -92,9 +100,12 @@ class _Errors:
             except KeyboardInterrupt:
                 raise cls._end("interrupted", INTERRUPTED) from None
             except BrokenPipeError:
-                # The reader has gone; keep Python from complaining when it flushes on its way out.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                cls._discard_output()  # the reader has gone
                 raise typer.Exit(OK) from None
+            except OSError as error:
+                cls._discard_output()
+                what = error.filename if error.filename is not None else "standard output"
+                raise cls._end(f"{what}: {error.strerror or error}", FAILED) from None
             except (typer.Exit, typer.Abort, typer.BadParameter):
                 raise
             except Exception as error:
@@ -102,6 +113,11 @@ class _Errors:
                 raise cls._end(message, FAILED) from None
 
         return run
+
+    @staticmethod
+    def _discard_output() -> None:
+        """Keeps Python from failing once more when it flushes on its way out."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     @classmethod
     def _end(cls, message: str, code: int) -> typer.Exit:

@@ -57,6 +57,8 @@ def parse_bytes(value: int | str, *, what: str = "a memory size") -> int:
         size = int(Decimal(match[1]) * _UNITS[match[2].lower()])
     if size <= 0:
         raise ConfigError(f"{what} = {value!r} must be more than 0 bytes")
+    if size >= 2**63:
+        raise ConfigError(f"{what} = {str(value)[:40]!r} is more than any machine has")
     return size
 
 

@@ -26,6 +26,7 @@ class QuailError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = message.encode(errors="backslashreplace").decode()  # it may quote text that is none
         super().__init__(message if hint is None else f"{message}\n  hint: {hint}")
         self.message = message
         self.hint = hint

@@ -18,6 +18,7 @@ from quail.config import EngineConfig, check_choice
 from quail.errors import ConfigError, QuailError, QueryCancelled
 from quail.execution.asks import Answerer, RunControl
 from quail.frontend.sql import bind_sql
+from quail.interrupts import KeyboardInterrupts
 from quail.progress import Display, display
 from quail.result import TOKEN_COUNTS, QueryResult, Report
 from quail.sources.catalog import Catalog, SourceInfo
@@ -83,7 +84,8 @@ class Session:
         Raises:
             SourceError: a name or source that cannot be used.
         """
-        self._open().register(name, source)
+        with KeyboardInterrupts():
+            self._open().register(name, source)
 
     def sql(self, text: str, params: Parameters | None = None) -> Query:
         """Binds a statement; nothing runs yet.
@@ -99,7 +101,8 @@ class Session:
         if not isinstance(text, str):
             raise QuailError(f"a statement is text, not {type(text).__name__}")
         started = time.perf_counter()
-        bound = bind_sql(text, params, catalog)
+        with KeyboardInterrupts():
+            bound = bind_sql(text, params, catalog)
         for warning in bound.warnings:
             warnings.warn(warning, UserWarning, stacklevel=2)
         return Query(self, bound, time.perf_counter() - started)
@@ -152,6 +155,12 @@ class Session:
             self._engine = Engine.boot(self.config, progress=shown.say)
         return self._engine
 
+    def _drop_unsound_engine(self) -> None:
+        """After a failed run: an engine that lost count of its memory is loaded anew by the next query."""
+        if self._owns_engine and self._engine is not None and not self._engine.is_sound:  # type: ignore[attr-defined]
+            self._engine.close()  # type: ignore[attr-defined]
+            self._engine = None
+
 
 class Query:
     """A statement that was understood and has not run. Made by `Session.sql`; may run more than once."""
@@ -184,14 +193,15 @@ class Query:
         check_choice("format", format, ("text", "json"))
         check_choice("order", order, ORDERS)
         session = self._session
-        return explain(
-            self._bound,
-            session._open(),
-            format=format,
-            order=order,
-            config=session.config if session._owns_engine else None,
-            analyze=(lambda: self.run(order=order).report) if analyze else None,
-        )
+        with KeyboardInterrupts():
+            return explain(
+                self._bound,
+                session._open(),
+                format=format,
+                order=order,
+                config=session.config if session._owns_engine else None,
+                analyze=(lambda: self.run(order=order).report) if analyze else None,
+            )
 
     def run(
         self,
@@ -224,7 +234,11 @@ class Query:
         if not isinstance(exists_wave, int) or exists_wave < 1:
             raise ConfigError(f"exists_wave = {exists_wave!r} must be a whole number of at least 1")
         self._cancelled.clear()
-        with self._session._lock, display(progress) as shown:
+        with (
+            self._session._lock,
+            display(progress) as shown,
+            KeyboardInterrupts(self.cancel) as interrupts,
+        ):
             control = RunControl(
                 on_progress=shown.update,
                 cancelled=self._cancelled.is_set,
@@ -234,7 +248,7 @@ class Query:
                 exists_wave=exists_wave,
             )
             try:
-                return self._run(control, shown)
+                return self._run(control, shown, interrupts)
             except duckdb.InterruptException:
                 raise QueryCancelled("the query was cancelled") from None
             except duckdb.Error as error:
@@ -255,7 +269,7 @@ class Query:
     def __repr__(self) -> str:
         return f"Query({self.text!r})"
 
-    def _run(self, control: RunControl, shown: Display) -> QueryResult:
+    def _run(self, control: RunControl, shown: Display, interrupts: KeyboardInterrupts) -> QueryResult:
         from quail.execution.relational import RelationalRun
 
         session = self._session
@@ -268,9 +282,14 @@ class Query:
             answerer: Answerer | None = None
             if self._bound.calls and not run.feed.done:
                 boot_started = time.perf_counter()
-                answerer = session._answerer(shown)
+                with interrupts.at_once():
+                    answerer = session._answerer(shown)
                 seconds["boot"] = time.perf_counter() - boot_started
-                part = answerer.run(run.calls, run.feed, control)
+                try:
+                    part = answerer.run(run.calls, run.feed, control)
+                except BaseException:
+                    session._drop_unsound_engine()
+                    raise
             table = run.result()
             seconds |= part.get("seconds", {})
             seconds["total"] = self._bind_seconds + time.perf_counter() - started

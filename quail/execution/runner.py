@@ -191,6 +191,15 @@ class Engine:
             },
         }
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether every page is accounted for, as it must be between runs."""
+        try:
+            self.model.pages.check_integrity()
+        except AssertionError:
+            return False
+        return self.model.pages.num_live_pages == 0
+
     def describe(self) -> dict[str, Any]:
         """Model, device, dtype, layout, budget and memory, as the report shows them."""
         return dict(self._about)

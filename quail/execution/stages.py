@@ -183,14 +183,15 @@ def label_readout(
     ids = [tuple(_encode(tokenizer, f" {label}" if is_spaced else label)) for label in labels]
     seen: dict[tuple[int, ...], str] = {}
     for label, tokens in zip(labels, ids, strict=True):
-        other = seen.setdefault(tokens, label)
-        if not tokens or other is not label:
+        other = seen.get(tokens)
+        if not tokens or other is not None:
             raise PlanError(
                 f"the category {label!r} "
                 + ("has no tokens" if not tokens else f"has the same tokens as {other!r}")
                 + " for this model",
                 hint="choose other labels",
             )
+        seen[tokens] = label
     end = int(pieces.closer[0]) if len(pieces.closer) else _encode(tokenizer, "\n")[0]
     return LabelReadout(LabelTree.build(ids, end))
 

@@ -280,9 +280,10 @@ class CallReader:
             )
         seen: dict[str, str] = {}
         for category in categories:
-            other = seen.setdefault(category.label.casefold(), category.label)
-            if other is not category.label:
+            other = seen.get(category.label.casefold())
+            if other is not None:
                 raise self.fail(f"categories {other!r} and {category.label!r} are the same", node, None)
+            seen[category.label.casefold()] = category.label
         return categories
 
     def _category(self, entry: object, node: Node) -> Category:

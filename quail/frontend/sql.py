@@ -8,8 +8,9 @@ reaches DuckDB verbatim.
 from __future__ import annotations
 
 import re
+import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -93,7 +94,11 @@ def bind_sql(text: str, parameters: Parameters, catalog: HasCursor) -> BoundStat
 def set_variables(cursor: duckdb.DuckDBPyConnection, values: Mapping[str, Any]) -> None:
     """Makes the parameters of a statement readable by `getvariable`."""
     for name, value in values.items():
-        cursor.execute(f"SET VARIABLE {name} = ?", [value])
+        try:
+            cursor.execute(f"SET VARIABLE {name} = ?", [value])
+        except duckdb.Error as error:
+            shown = reprlib.repr(value)
+            raise BindError(f"{shown} cannot be a parameter: {str(error).splitlines()[0]}") from None
 
 
 def _parse(text: str, part: str, offset: int) -> Node:
@@ -121,6 +126,11 @@ def _plain_parameters(parameters: Parameters) -> dict[str, Any]:
         return {}
     if isinstance(parameters, Mapping):
         return {str(name): value for name, value in parameters.items()}
+    if not isinstance(parameters, Iterable) or isinstance(parameters, str | bytes):
+        raise BindError(
+            f"parameters are a sequence or a mapping, not {type(parameters).__name__}",
+            hint="sql('… ?', [value]) or sql('… $name', {'name': value})",
+        )
     return {str(i + 1): value for i, value in enumerate(parameters)}
 
 
