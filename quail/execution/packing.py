@@ -38,7 +38,7 @@ class Packing:
         self.num_rows = 0
         self._ids: list[Int32s] = []
         self._starts: list[int] = []
-        self._positions: list[Int64s] = []
+        self._positions: list[int] = []
         self._tables: list[PageTable] = []
         self._table_rows: list[int] = []
         self._row_of_table: dict[PageTable, int] = {}
@@ -70,7 +70,7 @@ class Packing:
     ) -> None:
         self._ids.append(ids)
         self._starts.append(self.num_rows)
-        self._positions.append(np.arange(position, position + len(ids), dtype=np.int64))
+        self._positions.append(position)
         self._paged.append(paged)
         self._table_rows.append(table_row)
         self._context.append(context)
@@ -114,7 +114,8 @@ class Packing:
         )
         chunk = Chunk(
             ids=np.concatenate(self._ids),
-            positions=np.concatenate(self._positions),
+            positions=np.arange(self.num_rows)
+            + np.repeat(np.array(self._positions, dtype=np.int64) - starts, stops - starts),
             segments=segments,
             block_table=BlockTable.of([table.pages for table in self._tables]),
             write_rows=_join(self._write_rows),

@@ -405,14 +405,19 @@ class Run:
         """Gives answers to the feed, a batch a call, and queues what follows from them."""
         by_call: dict[int, list[int]] = {}
         for place, request in enumerate(answered):
-            if np.isfinite(answers[place]).all():
-                by_call.setdefault(request.stage, []).append(place)
-            else:
-                self._note_failure(request, "the model's logits are not finite")
+            by_call.setdefault(request.stage, []).append(place)
         for index, places in by_call.items():
             call = self.stages[index].call
-            keys = np.array([answered[place].key for place in places], dtype=np.int64)
             logits = np.stack([answers[place] for place in places])
+            is_finite = np.isfinite(logits).all(axis=1)
+            if not is_finite.all():
+                for place in np.flatnonzero(~is_finite).tolist():
+                    self._note_failure(answered[places[place]], "the model's logits are not finite")
+                places = [places[place] for place in np.flatnonzero(is_finite).tolist()]
+                logits = logits[is_finite]
+            if not places:
+                continue
+            keys = np.array([answered[place].key for place in places], dtype=np.int64)
             if call.options.calibrate == "batch":
                 self._held.add(index, keys, logits)
                 continue

@@ -353,6 +353,9 @@ class Scheduler:
         missing = request.prefix_tokens - start
         suffix = request.suffix[request.suffix_done :]
         num_own = request.num_own_tokens - request.suffix_done
+        if not missing and num_own <= packing.room:
+            packing.add(suffix, start + request.suffix_done, table, writes=0)
+            return True
         if missing + num_own <= packing.room:
             writes = self._run_prefix(document, request, missing)
             ids = np.concatenate([document.prefix(start, start + missing), suffix])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import duckdb
@@ -136,9 +137,13 @@ def expected_tokens(oracle: TinyEngine, call, anchors: list[str], partners: list
 @pytest.mark.parametrize("retention", ["auto", "off"])
 def test_computed_is_each_anchor_and_frame_once_and_each_partner(open_session, oracle, budget, retention):
     session = open_session(token_budget=budget, retention=retention)
-    report = session.sql(f"SELECT count(*) FROM l, r WHERE {PAIR}").run(progress=False).report
+    query = session.sql(f"SELECT count(*) FROM l, r WHERE {PAIR}")
+    planned = json.loads(query.explain("json"))["blocks"][0]["asks"][0]["join"]
+    report = query.run(progress=False).report
     call = pair_call(session, report.stages[0]["anchor"])
     assert call.anchor == 0
+    assert planned["anchor"] == "l.body"
+    assert planned["tokens"] == report.tokens["computed"] < planned["other_tokens"]
     prefixes, suffixes = expected_tokens(oracle, call, texts(6, 30, seed=1), texts(5, 6, seed=2))
     assert report.tokens["computed"] == prefixes + 6 * suffixes
     assert report.tokens["recomputed"] == 0
