@@ -104,7 +104,13 @@ class CallReader:
         if node["distinct"] or node["filter"] or node["order_bys"]["orders"]:
             raise self.fail(f"{operator.value} takes no DISTINCT, FILTER or ORDER BY", node, None)
         positional = [a["expression"] for a in node["arguments"] if not a["name"]]
-        named = {a["name"].lower(): a["expression"] for a in node["arguments"] if a["name"]}
+        named: dict[str, Node] = {}
+        for argument in node["arguments"]:
+            name = argument["name"].lower()
+            if name in named:
+                raise self.fail(f"option {name} stands twice", argument["expression"], None)
+            if name:
+                named[name] = argument["expression"]
         num_needed = 2 if operator in LABELLED else 1
         if not num_needed <= len(positional) <= num_needed + 1:
             what = "an input and categories" if operator in LABELLED else "a prompt"

@@ -90,7 +90,9 @@ class Relations:
 
     def _written_columns(self, draft: Draft, table: Node) -> frozenset[str] | None:
         """Column names of a CTE or subquery that its select list spells out."""
-        if table["column_name_alias"]:
+        if table["type"] == "EMPTY":
+            return frozenset()
+        if table.get("column_name_alias"):
             return None
         if table["type"] == "SUBQUERY":
             return select_names(table["subquery"]["node"])

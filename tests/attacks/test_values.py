@@ -55,3 +55,10 @@ def test_labels_that_are_the_same(labels: str) -> None:
         session.register("docs", [{"text": "x"}])
         with pytest.raises(quail.BindError, match="are the same"):
             session.sql(f"SELECT AI.CLASSIFY(text, [{labels}]) FROM docs")
+
+
+def test_an_option_given_twice() -> None:
+    with quail.Session() as session:
+        session.register("docs", [{"text": "x"}])
+        with pytest.raises(quail.BindError, match="option threshold stands twice"):
+            session.sql("SELECT AI.IF('a' || text, threshold := 0.5, THRESHOLD := 0.6) FROM docs")
