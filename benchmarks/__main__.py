@@ -1,6 +1,6 @@
 """`make bench`: what this machine reaches, as ratios measured side by side in one run.
 
-python -m benchmarks [filters] [quality] [sharing] [tree]
+python -m benchmarks [filters] [joins] [pairs] [quality] [sharing] [tree]
 """
 
 from __future__ import annotations
@@ -46,8 +46,24 @@ def run_quality(arguments: argparse.Namespace) -> list[Line]:
     return quality.measure()
 
 
+def run_joins(arguments: argparse.Namespace) -> list[Line]:
+    """Joins of licences with clauses and of vulnerabilities with weaknesses."""
+    from benchmarks import joins
+
+    return joins.measure(num_rounds=arguments.rounds, share=arguments.share)
+
+
+def run_pairs(arguments: argparse.Namespace) -> list[Line]:
+    """Host work of a million pairs."""
+    from benchmarks import pairs
+
+    return pairs.measure(num_rows=arguments.pair_rows)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
     "filters": run_filters,
+    "joins": run_joins,
+    "pairs": run_pairs,
     "quality": run_quality,
     "sharing": run_sharing,
     "tree": run_tree,
@@ -60,6 +76,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)} (default filters)")
     parser.add_argument("--documents", type=int, default=100, help="filters: texts of 300 tokens (100)")
     parser.add_argument("--calls", type=int, default=20, help="sharing: transcripts (20)")
+    parser.add_argument("--share", type=float, default=1.0, help="joins: share of each side's rows (1)")
+    parser.add_argument("--pair-rows", type=int, default=1000, help="pairs: rows of each side (1000)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; medians are reported (3)")
     parser.add_argument("--no-store", action="store_true", help="print only")
     arguments = parser.parse_args()
