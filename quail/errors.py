@@ -40,6 +40,10 @@ class SourceError(QuailError):
     """A table cannot be registered or read."""
 
 
+_SHOWN = 120
+"""Characters shown before and behind a fault."""
+
+
 class BindError(QuailError):
     """A statement cannot be understood; says where.
 
@@ -60,10 +64,12 @@ class BindError(QuailError):
             line_start = text.rfind("\n", 0, start) + 1
             self.column = start - line_start + 1
             line_stop = text.find("\n", start)
-            line = text[line_start : line_stop if line_stop >= 0 else len(text)]
+            line_stop = line_stop if line_stop >= 0 else len(text)
+            first, last = max(line_start, start - _SHOWN), min(line_stop, start + _SHOWN)
+            before, behind = "…" if first > line_start else "", "…" if last < line_stop else ""
             message = (
                 f"{message}\n  at line {self.line}, column {self.column}:\n"
-                f"    {line}\n    {' ' * (self.column - 1)}^"
+                f"    {before}{text[first:last]}{behind}\n    {' ' * (len(before) + start - first)}^"
             )
         super().__init__(message, hint=hint)
 

@@ -212,7 +212,10 @@ class Run:
             return
         taken: list[Request] = []
         missing = wanted - self.scheduler.num_fresh_tokens
-        while missing > 0 and (batches := self.feed.take(self._num_to_take(missing))):
+        while missing > 0 and not self.control.cancelled():
+            batches = self.feed.take(self._num_to_take(missing))
+            if not batches:
+                break
             for asks in batches:
                 requests = self._requests(asks)
                 missing -= sum(len(request.document.ids) for request in requests)

@@ -38,7 +38,8 @@ def query_span(text: str) -> Span | None:
     if not tokens or first in _QUERY_STARTS:
         return 0, stop
     span = None
-    if first == "create" and any(token.text == "table" for token in tokens[:5]):
+    words = [token.text for token in tokens[:5]]
+    if first == "create" and "table" in words and not {"temp", "temporary"} & set(words):
         span = _after_as(tokens, stop)
     elif first == "insert":
         span = _inserted(tokens, stop)
@@ -46,15 +47,16 @@ def query_span(text: str) -> Span | None:
         close = next((t.start for t in tokens[2:] if t.text == ")" and t.depth == 1), None)
         span = None if close is None else (tokens[1].start + 1, close)
     if span is None:
-        _refuse_calls(text, first)
+        is_temporary = bool({"temp", "temporary"} & set(words))
+        _refuse_calls(text, ["CREATE TEMP"] if is_temporary else [first.upper()])
     return span
 
 
-def _refuse_calls(text: str, first: str) -> None:
+def _refuse_calls(text: str, words: Sequence[str]) -> None:
     match = _AI_CALL.search(text)
     if match is not None:
         raise UnsupportedError(
-            f"AI functions in {first.upper()} are not supported",
+            f"AI functions in {' '.join(words)} are not supported",
             hint="use them in SELECT, CREATE TABLE AS, INSERT … SELECT or COPY (SELECT …) TO",
             text=text,
             start=match.start(),

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quail.errors import UnsupportedError
 from quail.plan import syntax
 from quail.plan.functions import aggregate_names
 from quail.plan.logical import Operator
 from quail.plan.statement import BoundStatement, Clause, Site, holds_call
 from quail.plan.syntax import Node
 from quail.planner.candidates import CandidatePlanner, CandidateQuery
+from quail.planner.filter_order import operand_order
+
+MOST_SITES = 250
+"""Places of calls that one statement may have: each is planned by a query over the conditions before it."""
+
+Question = tuple[int, tuple[str, ...]]
+"""A call and the texts of its arguments."""
 
 
 class AskGroup:
@@ -77,11 +85,81 @@ def plan_groups(bound: BoundStatement, planner: CandidatePlanner) -> list[AskGro
         row_limit = _row_limit(bound, block.index) if len(sites) == num_asking else None
         groups.append(AskGroup(sites, query, is_chain=True, row_limit=row_limit))
         chained.update(site.index for site in sites)
+    deciding = _deciding_sites(bound, planner.order)
     for site in bound.sites:
-        if site.index not in chained:
+        if site.index not in chained and site.index not in deciding:
             first = None if _is_calibrated_by_batch(bound, site) else planner.first_match(site)
             groups.append(AskGroup([site], first or planner.site(site), is_chain=False))
+    for group in groups:
+        read = frozenset(deciding.get(index, index) for index in group.sites_read)
+        group.sites_read = read - {site.index for site in group.sites}
     return groups
+
+
+def _deciding_sites(bound: BoundStatement, order: str) -> dict[int, int]:
+    """Sites whose question an operand in front of them, in the same AND or OR, asks; and the site of that.
+
+    To know that the later one is needed the answer of the earlier is needed, which is its own.
+
+    Raises:
+        UnsupportedError: more sites are left than can be planned in reasonable time.
+    """
+    operands = _Operands(bound, order)
+    deciding: dict[int, int] = {}
+    for site in bound.sites:
+        earlier = operands.deciding(site)
+        if earlier is not None:
+            deciding[site.index] = earlier
+    left = [site for site in bound.sites if site.index not in deciding]
+    if len(left) > MOST_SITES:
+        start = len(bound.text.encode()[: left[MOST_SITES].span[0]].decode())
+        raise UnsupportedError(
+            f"the statement asks questions in {len(left)} places, {MOST_SITES} are supported",
+            hint="ask AI.CLASSIFY once in place of many AI.IF, or split the statement",
+            text=bound.text,
+            start=start,
+        )
+    return deciding
+
+
+class _Operands:
+    """The operands of each AND and OR in the order in which they are decided, and what each of them asks."""
+
+    def __init__(self, bound: BoundStatement, order: str) -> None:
+        self._bound, self._order = bound, order
+        self._asked = {id(site.node): (_question(site), site.index) for site in bound.sites}
+        self._ranks: dict[int, tuple[dict[int, int], dict[Question, tuple[int, int]]]] = {}
+
+    def deciding(self, site: Site) -> int | None:
+        """The first site in front of a site that asks the same question as an operand of its own."""
+        question, _ = self._asked[id(site.node)]
+        for step in site.place.steps:
+            if step.kind in ("AND", "OR"):
+                ranks, first = self._ranks_of(step.node, is_and=step.kind == "AND")
+                rank, index = first.get(question, (ranks[step.operand], site.index))
+                if rank < ranks[step.operand]:
+                    return index
+        return None
+
+    def _ranks_of(
+        self, node: Node, *, is_and: bool
+    ) -> tuple[dict[int, int], dict[Question, tuple[int, int]]]:
+        """The rank of each operand; for each question the lowest at which it stands alone, and its site."""
+        known = self._ranks.get(id(node))
+        if known is None:
+            children = node["children"]
+            order = operand_order(children, self._bound.calls, self._order, is_and=is_and)
+            first: dict[Question, tuple[int, int]] = {}
+            for rank, operand in enumerate(order):
+                if id(children[operand]) in self._asked:
+                    question, index = self._asked[id(children[operand])]
+                    first.setdefault(question, (rank, index))
+            known = self._ranks[id(node)] = {operand: rank for rank, operand in enumerate(order)}, first
+        return known
+
+
+def _question(site: Site) -> Question:
+    return (site.call, tuple(map(signature_of, site.arguments)))
 
 
 def _chain_sites(bound: BoundStatement, block: int, planner: CandidatePlanner) -> list[Site]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+import pyarrow as pa
 import pytest
 
-from quail.errors import BindError
+from quail.errors import BindError, UnsupportedError
+from quail.execution.asks import RunControl
+from quail.execution.relational import RelationalRun
 from quail.frontend.sql import bind_sql
 from tests.sql.stub import StubCatalog
 
@@ -60,6 +63,7 @@ REFUSED = {
     "SELECT 1 FROM r WHERE ^) AI.IF(body)": "syntax error",
     "CREATE TABLE x AS SELECT 1 FROM ^FROM r": "syntax error",
     "CREATE VIEW v AS SELECT ^AI.IF('q' || body) FROM r": "AI functions in CREATE",
+    "CREATE TEMP TABLE v AS SELECT ^AI.IF('q' || body) FROM r": "AI functions in CREATE TEMP",
     "DELETE FROM r WHERE ^AI.IF('q' || body)": "AI functions in DELETE",
     "SELECT AI.IF('é😀' || ^nope) FROM r": 'column "nope" not found',
 }
@@ -125,3 +129,33 @@ def test_a_column_or_alias_called_ai_is_no_function(tables: StubCatalog) -> None
     bind_sql("SELECT ai.ai, ai.lower() FROM (SELECT body AS ai FROM r) ai", None, tables)
     assert not bind_sql("SELECT ai.body FROM r AS ai", None, tables).calls
     assert len(bind_sql("SELECT ai.body FROM r AS ai WHERE AI.IF('q' || ai.body)", None, tables).calls) == 1
+
+
+def many_ors(questions: list[str]) -> str:
+    return "SELECT id FROM r WHERE " + " OR ".join(
+        f"AI.IF(PROMPT('{each} {{0}}', body))" for each in questions
+    )
+
+
+def test_a_thousand_times_the_same_question_is_asked_once_a_document() -> None:
+    catalog = StubCatalog()
+    catalog.cursor().execute("CREATE TABLE r AS SELECT i AS id, 'text ' || i AS body FROM range(6) t(i)")
+    bound = bind_sql(many_ors(["good?"] * 1000), None, catalog)
+    run = RelationalRun(bound, catalog, RunControl())
+    asked = 0
+    while not run.feed.done:
+        for asks in run.feed.take(100):
+            asked += len(asks)
+            run.feed.answered(asks.call, asks.keys, pa.array([key % 2 == 0 for key in asks.keys.tolist()]))
+    assert asked == 6
+    assert run.result().num_rows == 3
+    run.close()
+
+
+def test_a_thousand_questions_in_one_statement_are_refused_with_the_numbers() -> None:
+    catalog = StubCatalog()
+    catalog.cursor().execute("CREATE TABLE r AS SELECT 1 AS id, 'text' AS body")
+    bound = bind_sql(many_ors([f"good {n}?" for n in range(1000)]), None, catalog)
+    with pytest.raises(UnsupportedError, match="asks questions in 1000 places, 250 are supported") as error:
+        RelationalRun(bound, catalog, RunControl())
+    assert max(map(len, str(error.value).splitlines())) < 300
