@@ -400,8 +400,9 @@ class Run:
         mass = float(self.model.answer_mass(states, read_rows[:MASS_ROWS], wanted).mean())
         if mass < 0.5:
             self.stats.warnings.append(
-                f"the answers of {stage.call.text} hold {mass:.0%} of the probability, less than half: other "
-                "answer words, another cue or layout may fit this model better"
+                f"the answers of {stage.call.text} hold {_percent(mass)} of the probability, less than half: "
+                "the model would rather say something else. They may be right all the same; `quail layouts` "
+                "compares layouts and answer words on labelled rows"
             )
 
     def _hand_over(self, answered: Sequence[Request], answers: list[Float32s]) -> None:
@@ -507,6 +508,10 @@ def _check_question(stage: Stage, pieces: Pieces, limits: Limits) -> None:
             f"is {limits.token_budget}: {stage.call.text}",
             hint=f"set token_budget to at least {num_branch + 1}, or shorten the labels",
         )
+
+
+def _percent(share: float) -> str:
+    return "less than 1%" if share < 0.01 else f"{share:.0%}"
 
 
 def _row_name(asks: Asks, place: int) -> str:
