@@ -159,7 +159,7 @@ class Run:
         self._failed: list[Request] = []
         self._partners: dict[int, PrefixIds] = {}
         self._last_cut = 0
-        self._num_prefix_tokens = 0
+        self._num_taken = self._num_taken_tokens = 0
         self._started = time.perf_counter()
 
     def run(self) -> None:
@@ -174,8 +174,7 @@ class Run:
         try:
             self._measure_content_free()
             while not self.feed.done:
-                if self.control.cancelled():
-                    raise QueryCancelled("the query was cancelled")
+                self._stop_if_cancelled()
                 self._refill()
                 planned = self.scheduler.next_pass()
                 if isinstance(planned, Failure):
@@ -197,6 +196,10 @@ class Run:
             self.scheduler.abandon(in_flight)
         self.scheduler.ledger.check()
 
+    def _stop_if_cancelled(self) -> None:
+        if self.control.cancelled():
+            raise QueryCancelled("the query was cancelled")
+
     # -- questions in
     # --------------------------------------------------------------------------------------------
 
@@ -212,24 +215,36 @@ class Run:
             return
         taken: list[Request] = []
         missing = wanted - self.scheduler.num_fresh_tokens
-        while missing > 0 and not self.control.cancelled():
-            batches = self.feed.take(self._num_to_take(missing))
-            if not batches:
-                break
+        while missing > 0 and (batches := self.feed.take(self._num_to_take(missing))):
+            self._stop_if_cancelled()
             for asks in batches:
                 requests = self._requests(asks)
-                missing -= sum(len(request.document.ids) for request in requests)
+                missing -= self._note_taken(requests)
                 if shares:
                     taken += requests
                 else:
                     self._submit(requests)
         self._submit(self._in_sharing_order(taken))
 
+    def _note_taken(self, requests: list[Request]) -> int:
+        """Tokens that fresh questions add: documents that are new, and what follows those that are not."""
+        added, new = 0, set()
+        for request in requests:
+            document = request.document
+            if document.table is None and not document.requests and document not in new:
+                new.add(document)
+                added += len(document.ids)
+            else:
+                added += request.num_own_tokens
+        self._num_taken += len(requests)
+        self._num_taken_tokens += added
+        return added
+
     def _num_to_take(self, num_tokens: int) -> int:
-        """Documents that make about so many tokens."""
-        if not self.stats.num_documents:
+        """Fresh questions that add about so many tokens."""
+        if not self._num_taken:
             return FIRST_TAKE
-        return max(1, math.ceil(num_tokens * self.stats.num_documents / max(1, self._num_prefix_tokens)))
+        return max(1, math.ceil(num_tokens * self._num_taken / max(1, self._num_taken_tokens)))
 
     def _in_sharing_order(self, requests: list[Request]) -> list[Request]:
         """Plans sharing among the fresh documents of some requests, if it pays; parents come first."""
@@ -344,7 +359,6 @@ class Run:
             if prefix.num_tokens >= self.limits.context_tokens:
                 self._overlong[handle] = prefix
             self.stats.num_documents += 1
-            self._num_prefix_tokens += len(prefix.ids)
 
     def _fits(self, request: Request, room: int) -> bool:
         """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
