@@ -92,8 +92,8 @@ class Engine:
         from quail.models.decoder import Decoder, PagedDecoder
         from quail.models.loader import load_model
 
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        default_threads = _threads_of_torch()
+        torch.set_num_threads(config.threads or default_threads)
         device = device_of(config.device)
         dtype = dtype_of(config.dtype, device)
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
@@ -222,6 +222,14 @@ def shape_of(config: DecoderConfig, *, element_bytes: int, weight_bytes: int) ->
         element_bytes=element_bytes,
         weight_bytes=weight_bytes,
     )
+
+
+@functools.cache
+def _threads_of_torch() -> int:
+    """The threads that torch takes by itself, asked before an engine sets them for the whole process."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def device_of(name: str) -> torch.device:

@@ -264,3 +264,18 @@ def test_a_literal_backslash_n_is_warned_of(session: Session) -> None:
     with pytest.warns(UserWarning, match=r"\\n"):
         query = session.sql(r"SELECT id FROM docs WHERE AI.IF(PROMPT('Good?\n{0}', text))")
     assert query.run().report.warnings
+
+
+def test_threads_of_one_session_are_not_those_of_the_next(tmp_path: Path) -> None:
+    import torch
+
+    from tests.models.tiny import make_tiny
+
+    folder = make_tiny(tmp_path / "model", "llama")
+    before = torch.get_num_threads()
+    for threads, expected in ((None, before), (1, 1), (None, before)):
+        config = quail.EngineConfig(model=str(folder), threads=threads, cache_dir=tmp_path / "cache")
+        with quail.Session(config) as session:
+            session.register("t", {"text": ["a"]})
+            session.sql("SELECT * FROM t WHERE AI.IF(PROMPT('good? {0}', text))").run(progress=False)
+        assert torch.get_num_threads() == expected
