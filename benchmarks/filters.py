@@ -128,7 +128,7 @@ def boot_seconds() -> float:
 
 def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
     """All lines; the parts of a ratio are measured in turn, round by round."""
-    engine = Engine.boot(EngineConfig())
+    engine = Engine.boot(EngineConfig(retention="off"))
     texts = texts_of_tokens(engine, num_documents)
     stages = [compile_stage(call, engine.pieces, engine.tokenizer) for call in CALLS]
     sample = texts[: max(4, num_documents // 10)]

@@ -63,6 +63,7 @@ ROOMS = (
     ("sources",),
     ("plan",),
     ("config",),
+    ("interrupts",),
     ("errors", "__version__"),
 )
 TORCH_MAY_STAND_IN = ("kv/arena.py", "execution/", "models/", "kernels/", "cost/device.py")
