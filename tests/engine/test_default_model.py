@@ -16,6 +16,8 @@ from quail.models.decoder import Decoder
 from tests.engine.engines import TinyEngine
 from tests.engine.feeds import ChainFeed, question
 
+pytestmark = pytest.mark.timeout(1200)
+
 REVIEWS = Path(__file__).parent.parent.parent / "examples" / "data" / "reviews.parquet"
 CALLS = (
     question(0, "\n\nSentiment:", answers=("positive", "negative")),

@@ -267,6 +267,7 @@ def test_analyze_shows_planned_beside_done(open_session):
     assert done["tokens"]["computed"] == int(figures["computed"][1])
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_default_model_answers_the_same_with_and_without_sharing(tmp_path):

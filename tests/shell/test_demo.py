@@ -35,6 +35,7 @@ def test_example_files_are_found_and_missing_ones_named() -> None:
         example_path("nothing.parquet")
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_answers_of_the_default_model_are_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
