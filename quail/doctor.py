@@ -29,7 +29,7 @@ def print_doctor(config: EngineConfig, *, with_rates: bool) -> None:
     )
     for known in registry.list_models(config.cache_path):
         print(f"model: {known.name}, {'fetched' if known.path else 'not fetched yet'}")
-    from quail.execution.runner import probe_device
+    from quail.models.device import probe_device
 
     for name, fact in probe_device(config, with_rates=with_rates).items():
         print(f"{name}: {fact}")

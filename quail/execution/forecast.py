@@ -16,9 +16,10 @@ from quail.cost.device import ASSUMED, kept_rates, rates_of
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
 from quail.execution.documents import DocumentEncoder
-from quail.execution.runner import device_of, dtype_name, dtype_of, layout_of, shape_of
+from quail.execution.runner import layout_of, shape_of
 from quail.execution.stages import Pieces, compile_stage
 from quail.kv.prefix_sharing import PrefixTree
+from quail.models.device import device_of, dtype_name, dtype_of
 from quail.models.outline import ModelOutline, read_outline
 from quail.plan.logical import AICall
 from quail.planner.estimate import (

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quail.config import EngineConfig
@@ -16,14 +15,13 @@ from quail.cost.budgets import (
     DEFAULT_TOKEN_BUDGET,
     MemoryPlan,
     ModelShape,
-    available_bytes,
     default_limit_bytes,
     plan_memory,
 )
 from quail.cost.device import ASSUMED, rates_of
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import rows
-from quail.errors import ConfigError, PlanError
+from quail.errors import PlanError
 from quail.execution.asks import Feed, RunControl
 from quail.execution.calibration import Means
 from quail.execution.run import Limits, Model, Retention, Run, SharingRule
@@ -31,13 +29,12 @@ from quail.execution.stages import Pieces
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
 from quail.kv.retention import RetentionPool, cap_pages
+from quail.models.device import device_of, dtype_of, dtype_word
 from quail.plan.logical import AICall
 from quail.plan.prompts import PromptLayout
 from quail.planner.prefix_sharing import SharingDecision, decide
 
 if TYPE_CHECKING:
-    import torch
-
     from quail.models.chat import ChatPieces
     from quail.models.config import DecoderConfig
     from quail.models.tokenizer import Tokenizer
@@ -91,11 +88,12 @@ class Engine:
         from quail.kv.arena import KVArena
         from quail.models.decoder import Decoder, PagedDecoder
         from quail.models.loader import load_model
+        from quail.models.self_check import trusted_dtype
 
         default_threads = _threads_of_torch()
         torch.set_num_threads(config.threads or default_threads)
         device = device_of(config.device)
-        dtype = dtype_of(config.dtype, device)
+        dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device), device)
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
         layout = layout_of(config, loaded.layout, loaded.chat)
         decoder = Decoder(loaded.config, {name: t.to(device) for name, t in loaded.weights.items()})
@@ -117,11 +115,12 @@ class Engine:
             "model": loaded.name,
             "revision": loaded.revision,
             "device": device.type,
-            "dtype": _name(dtype),
+            "dtype": dtype_word(dtype),
             "layout": layout.name,
             "token_budget": budget,
             "threads": torch.get_num_threads(),
             "memory": _memory_report(memory),
+            "warnings": [] if dtype_warning is None else [dtype_warning],
             "boot_seconds": time.perf_counter() - started,
         }
         limits = Limits(budget, loaded.config.context_tokens)
@@ -173,7 +172,7 @@ class Engine:
             "truncated": stats.num_truncated,
             "calibration_tokens": stats.num_calibration_tokens,
             "errors": stats.errors,
-            "warnings": stats.warnings,
+            "warnings": [*about.get("warnings", ()), *stats.warnings],
             "prefix_sharing": {
                 "planned_shared_tokens": sum(d.shared_tokens for d in stats.sharing if d.shares),
                 "decisions": [asdict(decision) for decision in stats.sharing],
@@ -230,94 +229,6 @@ def _threads_of_torch() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def device_of(name: str) -> torch.device:
-    """The device of a configuration.
-
-    Raises:
-        ConfigError: torch finds no such device here.
-    """
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if (name == "cuda" and not torch.cuda.is_available()) or (
-        name == "mps" and not torch.backends.mps.is_available()
-    ):
-        raise ConfigError(
-            f"device = {name!r}, but torch {torch.__version__} finds no such device here",
-            hint="device = 'auto' takes what there is",
-        )
-    return torch.device(name)
-
-
-def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a configuration on a device."""
-    import torch
-
-    return torch.bfloat16 if dtype_name(name, device.type) == "bfloat16" else torch.float32
-
-
-def dtype_name(name: str, device_type: str) -> str:
-    """`auto` is bfloat16 where its products are fast, on GPUs and on CPUs with matrix tiles, else float32."""
-    if name == "auto":
-        return "bfloat16" if device_type != "cpu" or has_fast_bfloat16() else "float32"
-    return name
-
-
-def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in tiles (AMX).
-
-    With AVX-512 BF16 alone torch's bfloat16 products took twice as long as float32 ones (measured).
-    """
-    try:
-        return "amx_bf16" in cpuinfo.read_text()
-    except OSError:
-        return False
-
-
-def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str, str]:
-    """What `quail doctor` tells about the device, without loading a model.
-
-    Args:
-        config: device, dtype and threads.
-        with_rates: measure matrix products too (a second or two).
-    """
-    import torch
-
-    device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
-    facts = {
-        "device": device.type,
-        "dtype": _name(dtype) + (" (chosen)" if config.dtype == "auto" else ""),
-        "threads": str(config.threads or torch.get_num_threads()),
-        "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "memory for a session": f"{default_limit_bytes() / 2**30:.1f} GiB of {available_bytes() / 2**30:.1f}",
-    }
-    if with_rates:
-        for each in (torch.float32, torch.bfloat16):
-            facts[f"matrix products in {_name(each)}"] = f"{_product_rate(each, device) / 1e9:.0f} GFLOP/s"
-    return facts
-
-
-def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of a product as large as a pass's, the median of a few."""
-    import torch
-
-    rows, inner, columns = 1024, 1024, 2048
-    left = torch.ones(rows, inner, dtype=dtype, device=device)
-    right = torch.ones(columns, inner, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        float((left @ right.t())[0, 0])  # reading a value waits for the device
-        seconds.append(time.perf_counter() - started)
-    return 2 * rows * inner * columns / sorted(seconds)[2]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def layout_of(config: EngineConfig, default: str, chat: ChatPieces | None) -> PromptLayout:

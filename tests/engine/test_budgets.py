@@ -9,7 +9,7 @@ import pytest
 from quail.cost import budgets
 from quail.cost.budgets import DEFAULT_KV_SHARE, ModelShape, plan_memory
 from quail.errors import PlanError
-from quail.execution.runner import has_fast_bfloat16
+from quail.models.device import has_fast_bfloat16
 
 SHAPE = ModelShape(
     num_layers=30,

@@ -1,0 +1,104 @@
+"""Devices and number formats: what a configuration asks for, and what this machine has."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quail.config import EngineConfig
+from quail.cost.budgets import available_bytes, default_limit_bytes
+from quail.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a configuration.
+
+    Raises:
+        ConfigError: torch finds no such device here.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if (name == "cuda" and not torch.cuda.is_available()) or (
+        name == "mps" and not torch.backends.mps.is_available()
+    ):
+        raise ConfigError(
+            f"device = {name!r}, but torch {torch.__version__} finds no such device here",
+            hint="device = 'auto' takes what there is",
+        )
+    return torch.device(name)
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a configuration on a device."""
+    import torch
+
+    return torch.bfloat16 if dtype_name(name, device.type) == "bfloat16" else torch.float32
+
+
+def dtype_name(name: str, device_type: str) -> str:
+    """`auto` is bfloat16 where its products are fast, on GPUs and on CPUs with matrix tiles, else float32."""
+    if name == "auto":
+        return "bfloat16" if device_type != "cpu" or has_fast_bfloat16() else "float32"
+    return name
+
+
+def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in tiles (AMX).
+
+    With AVX-512 BF16 alone torch's bfloat16 products took twice as long as float32 ones (measured).
+    """
+    try:
+        return "amx_bf16" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
+def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str, str]:
+    """What `quail doctor` tells about the device, without loading a model.
+
+    Args:
+        config: device, dtype and threads.
+        with_rates: measure matrix products too (a second or two).
+    """
+    import torch
+
+    device = device_of(config.device)
+    dtype = dtype_of(config.dtype, device)
+    facts = {
+        "device": device.type,
+        "dtype": dtype_word(dtype) + (" (chosen)" if config.dtype == "auto" else ""),
+        "threads": str(config.threads or torch.get_num_threads()),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "memory for a session": f"{default_limit_bytes() / 2**30:.1f} GiB of {available_bytes() / 2**30:.1f}",
+    }
+    if with_rates:
+        for each in (torch.float32, torch.bfloat16):
+            rate = _rate_of_products(each, device)
+            facts[f"matrix products in {dtype_word(each)}"] = f"{rate / 1e9:.0f} GFLOP/s"
+    return facts
+
+
+def _rate_of_products(dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations a second of a product as large as a pass's, the median of a few."""
+    import torch
+
+    rows, inner, columns = 1024, 1024, 2048
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(columns, inner, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        float((left @ right.t())[0, 0])  # reading a value waits for the device
+        seconds.append(time.perf_counter() - started)
+    return 2 * rows * inner * columns / sorted(seconds)[2]
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """A dtype as settings and reports name it."""
+    return str(dtype).removeprefix("torch.")
