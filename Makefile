@@ -1,11 +1,11 @@
-# make demo | test | slow | check | bench: each makes its own .venv where there is none yet.
+# make demo | test | slow | check | bench | bench-peers: each makes its own .venv where there is none yet.
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test slow check bench bench-quality format clean
+.PHONY: demo test slow check bench bench-quality bench-peers bench-curves format clean
 
 demo: $(RUNTIME)
 	$(BIN)/quail demo
@@ -26,6 +26,13 @@ bench: $(DEV)
 
 bench-quality: $(DEV)
 	$(BIN)/python -m benchmarks quality
+
+# Beside vLLM, llama.cpp and transformers, each in an environment of its own; ARGS="--quick" takes five minutes.
+bench-peers: $(DEV)
+	$(BIN)/python -m benchmarks peers $(ARGS)
+
+bench-curves: $(DEV)
+	$(BIN)/python -m benchmarks curves $(ARGS)
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,8 @@
 """`make bench`: what this machine reaches, as ratios measured side by side in one run.
 
 python -m benchmarks [filters] [joins] [pairs] [quality] [sharing] [tree]
+python -m benchmarks peers …     beside other engines (`--help` says how)
+python -m benchmarks curves …    Quail's cost as sizes grow
 """
 
 from __future__ import annotations
@@ -72,6 +74,14 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
 
 def main() -> int:
     """Runs the named benchmarks, prints their lines beside their bars and stores them."""
+    if sys.argv[1:2] == ["peers"]:
+        from benchmarks.peers import cli
+
+        return cli.main(sys.argv[2:])
+    if sys.argv[1:2] == ["curves"]:
+        from benchmarks import curves
+
+        return curves.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured side by side.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)} (default filters)")
     parser.add_argument("--documents", type=int, default=100, help="filters: texts of 300 tokens (100)")

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.clauses import CLAUSES
 from benchmarks.filters import transformers_model
 from benchmarks.lines import Line, spread
 from quail.config import EngineConfig
@@ -40,28 +41,6 @@ MOST = 1.2
 """Measured share of the time without reuse over the predicted one, at most."""
 CLAUSE_QUESTION = pair_question(0, ("Does the licence ", 0, " hold the clause ", 1, "?"))
 WEAKNESS_QUESTION = pair_question(0, ("Does ", 0, " show the weakness ", 1, "?"))
-CLAUSES = (
-    "Commercial use is allowed.",
-    "Redistribution in source form is allowed.",
-    "Redistribution in binary form is allowed.",
-    "Changed files must carry a notice of the change.",
-    "The copyright notice must be kept in all copies.",
-    "The software comes without any warranty.",
-    "The authors are not liable for damages.",
-    "The names of the authors may not be used in advertising.",
-    "Derived works must be under the same licence.",
-    "A patent licence is granted.",
-    "The licence ends if you sue over patents.",
-    "The source code must be offered to users over a network.",
-    "Documentation must name the authors.",
-    "The licence ends if its conditions are broken.",
-    "Selling the software on its own is forbidden.",
-    "The software may be used for any purpose.",
-    "The law of a particular country applies.",
-    "Changed versions must have another name.",
-    "A copy of the licence must be included.",
-    "The software is in the public domain.",
-)
 
 
 class LonePairFeed(PairFeed):

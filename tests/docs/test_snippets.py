@@ -107,7 +107,7 @@ def run_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         assert line.startswith(SETS_UP), f"a shell line that no test runs: {line}"
         if words[0] == "make":
-            targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+            targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
             assert set(words[1:]) <= targets
 
 

@@ -1,0 +1,91 @@
+"""The engines that are measured, and how each is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.environments import ready
+from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.tokens import Document
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = Path(__file__).parent / "adapters"
+QUAIL = "quail"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine.
+
+    Attributes:
+        name: short name; `adapters/run_NAME.py` speaks for it.
+        title: for people.
+        has_environment: whether it runs in an environment of its own, else in Quail's.
+        is_sampled: whether it is slow and answers the first documents of a workload only.
+        reuses_kv: whether a document is computed once for all its questions; tells what a sample costs.
+    """
+
+    name: str
+    title: str
+    has_environment: bool = False
+    is_sampled: bool = False
+    reuses_kv: bool = True
+
+    def start(self, cache: Path, *, say: Callable[[str], None], build_jobs: int | None) -> PeerProcess:
+        """Starts its process, after its environment was made ready.
+
+        Raises:
+            CannotInstall: its environment cannot be made.
+        """
+        python = Path(sys.executable)
+        if self.has_environment:
+            python = ready(self.name, cache, say=say, build_jobs=build_jobs)
+        command = [str(python), str(ADAPTERS / f"run_{self.name}.py")]
+        environment = {} if self.has_environment else {"PYTHONPATH": str(ROOT)}
+        binaries = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return PeerProcess(
+            self.title,
+            command,
+            cache / "peers" / "logs" / f"{self.name}.log",
+            environment | {"PATH": binaries},
+        )
+
+    def sample(self, documents: Sequence[Document], most_tokens: int) -> list[Document]:
+        """The documents that it is asked about: all, or the first whose tokens reach a number.
+
+        Args:
+            documents: of a workload.
+            most_tokens: that a sampled engine computes, about; it is asked about two documents at least.
+        """
+        if not self.is_sampled:
+            return list(documents)
+        chosen: list[Document] = []
+        tokens = 0
+        for document in documents:
+            if len(chosen) >= 2 and tokens >= most_tokens:
+                break
+            chosen.append(document)
+            tokens += self.tokens_of(document)
+        return chosen
+
+    def tokens_of(self, document: Document) -> int:
+        """About how many tokens a document costs."""
+        if not self.reuses_kv:
+            return document.prompt_tokens(range(len(document.steps)))
+        questions = sum(len(step.frame) + sum(map(len, step.tails)) for step in document.steps)
+        return len(document.ids) + questions
+
+
+ENGINES = {
+    spec.name: spec
+    for spec in (
+        EngineSpec(QUAIL, "Quail"),
+        EngineSpec("vllm", "vLLM", has_environment=True),
+        EngineSpec("llama_cpp", "llama.cpp", has_environment=True, is_sampled=True),
+        EngineSpec("transformers", "transformers", is_sampled=True, reuses_kv=False),
+    )
+}
