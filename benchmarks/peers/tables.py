@@ -137,5 +137,8 @@ def write_pages(results: Results, root: Path = ROOT) -> list[Path]:
     readme, page = root / "README.md", root / "docs" / "benchmarks.md"
     write_section(readme, SECTION, "\n\n".join([circumstances(results), short_table(results)]))
     tables = [circumstances(results), short_table(results), long_table(results), engine_table(results)]
+    plot = f"benchmarks/results/peers-{results['date']}.svg"
+    if (root / plot).is_file():
+        tables.insert(2, f"![Seconds of each engine over Quail's](../{plot})")
     write_section(page, SECTION, "\n\n".join(tables))
     return [readme, page]

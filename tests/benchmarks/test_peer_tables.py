@@ -94,8 +94,13 @@ def test_pages_are_written_between_their_comments_and_nowhere_else(tmp_path: Pat
     assert once.startswith("before\n<!-- peers:begin (words) -->\nMeasured 2026-11-30")
     assert once.endswith("|\n<!-- peers:end -->\nafter\n") and "old" not in once
     assert "peak resident" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    plot = tmp_path / "benchmarks" / "results" / "peers-2026-11-30.svg"
+    plot.parent.mkdir(parents=True)
+    plot.touch()
     tables.write_pages(RESULTS, tmp_path)
     assert (tmp_path / "README.md").read_text() == once
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "(../benchmarks/results/peers-2026-11-30.svg)" in page
 
 
 @pytest.mark.parametrize(
