@@ -23,7 +23,7 @@ from benchmarks.peers.tokens import Compiler
 from benchmarks.peers.weights import model_files
 from benchmarks.peers.workloads import WORKLOADS, Sizes, Workload
 from quail.config import EngineConfig
-from quail.execution.runner import dtype_name
+from quail.models.device import dtype_name
 
 RESULTS = Path(__file__).parents[1] / "results"
 BOOT_TIMEOUT_SECONDS = 900.0
