@@ -24,8 +24,10 @@ from quail.errors import (
     PlanError,
     QuailError,
     QueryCancelled,
+    QueryTimeout,
     RowError,
     SourceError,
+    TooManyErrors,
     UnsupportedError,
 )
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from quail.frontend.asking import col, prompt
     from quail.frontend.builder import Docs
     from quail.result import QueryResult, Report
+    from quail.runs.handle import RunHandle
     from quail.session import Query, Session
     from quail.sources.catalog import SourceInfo
 
@@ -51,11 +54,14 @@ __all__ = [
     "Query",
     "QueryCancelled",
     "QueryResult",
+    "QueryTimeout",
     "Report",
     "RowError",
+    "RunHandle",
     "Session",
     "SourceError",
     "SourceInfo",
+    "TooManyErrors",
     "UnsupportedError",
     "__version__",
     "ai_classify",
@@ -73,6 +79,7 @@ _LAZY = {
     "Query": "quail.session",
     "QueryResult": "quail.result",
     "Report": "quail.result",
+    "RunHandle": "quail.runs.handle",
     "Session": "quail.session",
     "SourceInfo": "quail.sources.catalog",
     "ai_classify": "quail.frames",

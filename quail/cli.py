@@ -175,6 +175,7 @@ def sql(
     order: Annotated[str, typer.Option(help="auto or as_written.")] = "auto",
     on_long: Annotated[str, typer.Option(help="error or truncate.")] = "error",
     on_error: Annotated[str, typer.Option(help="raise or null.")] = "raise",
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the run stops.")] = None,
     progress: Annotated[bool | None, typer.Option(help="Show a bar; by default on terminals.")] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Print the run's report to standard error.")
@@ -187,7 +188,7 @@ def sql(
     )
     with _session(config, table, database, allow) as session:
         result = session.sql(_read(statement)).run(
-            order=order, on_long=on_long, on_error=on_error, progress=progress
+            order=order, on_long=on_long, on_error=on_error, timeout=timeout, progress=progress
         )
         from quail.output import write_table
 

@@ -8,13 +8,18 @@ QuailError
 ├── ModelError               a model that cannot be found, loaded or trusted
 ├── PlanError                a plan that cannot run here (memory, budget), with the numbers
 ├── RowError                 one row that cannot be answered, with its table, row and numbers
+│   └── TooManyErrors        more rows failed than the run was allowed
 └── QueryCancelled           the run was stopped before its end
+    └── QueryTimeout         because its time was over
 
 A message names the thing, the numbers and the way out. `hint` holds the way out where it is a sentence of its
 own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class QuailError(Exception):
@@ -90,5 +95,23 @@ class RowError(QuailError):
     """One row cannot be answered; the message names its table, row and numbers."""
 
 
+class TooManyErrors(RowError):
+    """The share of questions that failed exceeds `run(max_error_ratio=…)`; the message has the counts."""
+
+
 class QueryCancelled(QuailError):
-    """The run was stopped before its end; nothing is left behind and the session can go on."""
+    """The run was stopped before its end; nothing is left behind and the session can go on.
+
+    Attributes:
+        progress: how far it was: `documents`, `num_documents`, `tokens`, `passes`, `seconds`.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, progress: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.progress: Mapping[str, Any] = progress or {}
+
+
+class QueryTimeout(QueryCancelled):
+    """The run was stopped because its time was over; the message says what was done and what remains."""

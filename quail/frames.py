@@ -250,6 +250,8 @@ def _ask(
 def _shared_session() -> Session:
     """The helpers' own session, made at first use and closed at exit; its model stays loaded."""
     with _lock:
+        if _shared and not _shared[0]._is_of_this_process:
+            _shared.clear()
         if not _shared:
             _shared.append(Session())
             atexit.register(_close_shared)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import duckdb
 import pyarrow as pa
@@ -19,12 +19,15 @@ from quail.errors import ConfigError, QuailError, QueryCancelled
 from quail.execution.asks import Answerer, RunControl
 from quail.frontend.sql import bind_sql
 from quail.interrupts import KeyboardInterrupts
+from quail.processes import OfOneProcess
 from quail.progress import Display, display
 from quail.result import TOKEN_COUNTS, QueryResult, Report
+from quail.runs.handle import RunHandle
+from quail.runs.state import RunState
+from quail.runs.turns import Turns
 from quail.sources.catalog import Catalog, SourceInfo
 
 if TYPE_CHECKING:
-    from quail.execution.relational import RelationalRun
     from quail.frontend.builder import Docs
     from quail.plan.statement import BoundStatement
     from quail.planner.anchors import TokenCounter
@@ -32,14 +35,28 @@ if TYPE_CHECKING:
 Parameters = Sequence[Any] | Mapping[str, Any]
 ORDERS = ("auto", "as_written")
 ON_LONG = ("error", "truncate")
-ON_ERROR = ("raise", "null")
+ON_ERROR = ("raise", "null", "details")
+
+ProgressOption = bool | Callable[[Mapping[str, Any]], object] | None
 
 
-class Session:
+class RunOptions(TypedDict, total=False):
+    """Options of `Query.run`, which explains them."""
+
+    order: str
+    on_long: str
+    on_error: str
+    max_error_ratio: float | None
+    exists_wave: int
+    timeout: float | None
+    progress: ProgressOption
+
+
+class Session(OfOneProcess):
     """Tables, and the engine that answers questions about them.
 
     The model is loaded by the first query that asks it and stays loaded until `close`. Threads may share a
-    session; their runs come one after another.
+    session; their runs come one after another. A process that was forked from this one opens its own.
 
     Args:
         config: settings of the engine; None takes the defaults and the `QUAIL_*` environment variables.
@@ -69,9 +86,11 @@ class Session:
         self.config = EngineConfig() if config is None else config
         self._engine = engine
         self._owns_engine = engine is None
-        self._lock = threading.RLock()
+        self._turns = Turns()
         self._closed = False
+        self._running: set[RunState] = set()
         self._catalog = Catalog(database, allow)
+        super().__init__()
 
     @property
     def tables(self) -> Mapping[str, SourceInfo]:
@@ -123,8 +142,13 @@ class Session:
         return Docs.of(self, source, params)
 
     def close(self) -> None:
-        """Frees the model and closes the database. A session can be closed more than once."""
-        with self._lock:
+        """Frees the model and closes the database, once runs in the background have ended.
+
+        A session can be closed more than once.
+        """
+        if not self._is_of_this_process:
+            return
+        with self._turns.taken("close"):
             if self._closed:
                 return
             self._closed = True
@@ -140,9 +164,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            for state in list(self._running):
+                state.cancel()
         self.close()
 
     def _open(self) -> Catalog:
+        self._check_process("session", "open a quail.Session() in each process")
         if self._closed:
             raise QuailError("the session is closed", hint="open a new one with quail.Session()")
         return self._catalog
@@ -169,8 +197,7 @@ class Query:
         self._session = session
         self._bound = bound
         self._bind_seconds = bind_seconds
-        self._cancelled = threading.Event()
-        self._running: RelationalRun | None = None
+        self._running: set[RunState] = set()
 
     @property
     def text(self) -> str:
@@ -203,79 +230,116 @@ class Query:
                 analyze=(lambda: self.run(order=order).report) if analyze else None,
             )
 
+    @overload
+    def run(self, *, background: Literal[False] = ..., **options: Unpack[RunOptions]) -> QueryResult: ...
+
+    @overload
+    def run(self, *, background: Literal[True], **options: Unpack[RunOptions]) -> RunHandle[QueryResult]: ...
+
     def run(
         self,
         *,
         order: str = "auto",
         on_long: str = "error",
         on_error: str = "raise",
+        max_error_ratio: float | None = None,
         exists_wave: int = 16,
-        progress: bool | None = None,
-    ) -> QueryResult:
+        timeout: float | None = None,
+        progress: ProgressOption = None,
+        background: bool = False,
+    ) -> QueryResult | RunHandle[QueryResult]:
         """Runs the statement.
 
         Args:
             order: `auto` asks the cheapest question first, `as_written` follows the text.
             on_long: a document longer than the model's context is an `error`, or `truncate` cuts it.
-            on_error: what to do with a row that cannot be answered: `raise`, or `null`: its answer is NULL
-                and the report lists it.
+            on_error: what to do with a row that cannot be answered: `raise`; `null`: its answer is NULL and
+                the report counts it and lists the first ones; `details`: as `null`, and `result.errors`
+                lists all of them.
+            max_error_ratio: the run stops with `TooManyErrors` when a greater share (0 to 1) of the questions
+                that it took up failed; judged from the 1,000th question on, and at the end. Goes with
+                `on_error='null'` or `'details'`. None: no matter how many.
             exists_wave: pairs of one row that are asked at a time where the first match ends the search
                 (EXISTS, SEMI and ANTI joins).
-            progress: True shows a bar, False none, None one on terminals and in notebooks.
+            timeout: seconds after which the run stops with `QueryTimeout`, the wait for other runs of the
+                session included; None: as long as it takes.
+            progress: True shows a bar, False none, None one on terminals and in notebooks. A function is
+                called with a mapping after each pass (`documents`, `num_documents`, `tokens`, `passes`,
+                `seconds`); what it raises ends the run.
+            background: True runs in a thread of its own and returns a `RunHandle` at once.
 
         Raises:
             UnsupportedError: the engine cannot serve the statement yet.
             RowError: a row cannot be answered.
+            TooManyErrors: more rows failed than `max_error_ratio` allows.
             QueryCancelled: `cancel` was called.
+            QueryTimeout: `timeout` was over.
         """
         check_choice("order", order, ORDERS)
         check_choice("on_long", on_long, ON_LONG)
         check_choice("on_error", on_error, ON_ERROR)
+        _check_ratio(max_error_ratio, on_error)
         if not isinstance(exists_wave, int) or exists_wave < 1:
             raise ConfigError(f"exists_wave = {exists_wave!r} must be a whole number of at least 1")
-        self._cancelled.clear()
-        with (
-            self._session._lock,
-            display(progress) as shown,
-            KeyboardInterrupts(self.cancel) as interrupts,
-        ):
-            control = RunControl(
-                on_progress=shown.update,
-                cancelled=self._cancelled.is_set,
-                on_long=on_long,
-                on_error=on_error,
-                order=order,
-                exists_wave=exists_wave,
-            )
-            try:
-                return self._run(control, shown, interrupts)
-            except duckdb.InterruptException:
-                raise QueryCancelled("the query was cancelled") from None
-            except duckdb.Error as error:
-                raise QuailError(self._session._open().message_of(error)) from error
+        if timeout is not None and not _is_number(timeout, above=0):
+            raise ConfigError(f"timeout = {timeout!r} must be a number of seconds above 0, or None")
+        if not (progress is None or isinstance(progress, bool) or callable(progress)):
+            raise ConfigError(f"progress = {progress!r} must be True, False, None or a function of a mapping")
+        self._session._open()
+        listener = progress if callable(progress) else None
+        state = RunState(timeout, listener)
+        control = RunControl(
+            cancelled=state.is_stopped,
+            on_interruptible=state.set_interrupt,
+            on_long=on_long,
+            on_error=on_error,
+            max_error_ratio=max_error_ratio,
+            order=order,
+            exists_wave=exists_wave,
+        )
+        shows = progress if isinstance(progress, bool | None) else False
+        work = functools.partial(self._run_in_turn, control, state, shows)
+        return RunHandle(work, state) if background else work()
 
     def collect(self) -> pa.Table:
         """Runs the statement; the rows as an Arrow table."""
         return self.run().arrow()
 
     def cancel(self) -> None:
-        """Stops the run in progress, from another thread; it raises `QueryCancelled` after its pass."""
-        self._cancelled.set()
-        running = self._running
-        if running is not None:
-            with suppress(duckdb.Error):
-                running.interrupt()
+        """Stops the runs of this query, from another thread; each raises `QueryCancelled` after its pass."""
+        for state in list(self._running):
+            state.cancel()
 
     def __repr__(self) -> str:
         return f"Query({self.text!r})"
 
-    def _run(self, control: RunControl, shown: Display, interrupts: KeyboardInterrupts) -> QueryResult:
+    def _run_in_turn(self, control: RunControl, state: RunState, shows: bool | None) -> QueryResult:
+        """Waits until no other run of the session is under way, and runs."""
+        session = self._session
+        with (
+            _listed(state, self._running, session._running),
+            state.deadline(),
+            KeyboardInterrupts(state.cancel) as interrupts,
+            session._turns.taken("run", state.check),
+            display(shows) as shown,
+        ):
+            control.on_progress = _both(shown.update, state.update)
+            try:
+                return self._run(control, state, shown, interrupts)
+            except (QueryCancelled, duckdb.InterruptException):
+                raise state.error() from None
+            except duckdb.Error as error:
+                raise QuailError(session._open().message_of(error)) from error
+
+    def _run(
+        self, control: RunControl, state: RunState, shown: Display, interrupts: KeyboardInterrupts
+    ) -> QueryResult:
         from quail.execution.relational import RelationalRun
 
         session = self._session
         catalog = session._open()
         started = time.perf_counter()
-        run = self._running = RelationalRun(self._bound, catalog, control, self._token_counter())
+        run = RelationalRun(self._bound, catalog, control, self._token_counter())
         try:
             seconds = {"boot": 0.0, "plan": self._bind_seconds + time.perf_counter() - started}
             part: dict[str, Any] = {}
@@ -290,6 +354,7 @@ class Query:
                 except BaseException:
                     session._drop_unsound_engine()
                     raise
+            state.check()
             table = run.result()
             seconds |= part.get("seconds", {})
             seconds["total"] = self._bind_seconds + time.perf_counter() - started
@@ -297,7 +362,6 @@ class Query:
                 table, _report(table, run.stages(), part, answerer, seconds, self._bound.warnings)
             )
         finally:
-            self._running = None
             run.close()
 
     def _token_counter(self) -> TokenCounter | None:
@@ -308,6 +372,46 @@ class Query:
         from quail.execution.forecast import Forecaster
 
         return Forecaster.of(self._session.config)
+
+
+@contextmanager
+def _listed(state: RunState, *lists: set[RunState]) -> Iterator[None]:
+    """While entered, a run can be found by those who may cancel it."""
+    for each in lists:
+        each.add(state)
+    try:
+        yield
+    finally:
+        for each in lists:
+            each.discard(state)
+
+
+def _both(
+    first: Callable[[Mapping[str, Any]], object], second: Callable[[Mapping[str, Any]], object]
+) -> Callable[[Mapping[str, Any]], None]:
+    def update(progress: Mapping[str, Any]) -> None:
+        first(progress)
+        second(progress)
+
+    return update
+
+
+def _is_number(value: object, *, above: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and above < value < float("inf")  # type: ignore[operator]
+
+
+def _check_ratio(ratio: object, on_error: str) -> None:
+    if ratio is None:
+        return
+    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    if not (is_number and 0 <= ratio <= 1):  # type: ignore[operator]
+        raise ConfigError(f"max_error_ratio = {ratio!r} must be a number from 0 to 1, or None")
+    if on_error == "raise":
+        raise ConfigError(
+            f"max_error_ratio = {ratio!r} has no meaning where the first error stops the run",
+            hint="run(on_error='null', max_error_ratio=…)",
+        )
 
 
 def _report(

@@ -113,19 +113,23 @@ class RunControl:
 
     Attributes:
         on_progress: called after each pass with `documents` finished, `num_documents` (an upper bound, or
-            None), `tokens` computed, `passes` and `seconds` since the start; must not raise.
+            None), `tokens` computed, `passes` and `seconds` since the start; what it raises ends the run.
         cancelled: asked before each pass; True stops the run with `QueryCancelled`.
+        on_interruptible: told how to stop work that does not ask `cancelled`.
         on_long: `'error'` or `'truncate'`, for documents longer than the model's context.
-        on_error: `'raise'` stops at the first row that cannot be answered; `'null'` answers it with NULL and
-            lists it.
+        on_error: `'raise'` stops at the first row that cannot be answered; `'null'` answers it with NULL,
+            counts it and lists the first ones; `'details'` lists all.
+        max_error_ratio: share of failed questions that stops the run with `TooManyErrors`, or None.
         order: `'auto'` or `'as_written'`.
         exists_wave: pairs of one row that are asked at a time where the first match ends the search.
     """
 
     on_progress: Callable[[dict[str, Any]], None] | None = None
     cancelled: Callable[[], bool] = lambda: False
+    on_interruptible: Callable[[Callable[[], None]], None] = lambda interrupt: None
     on_long: str = "error"
     on_error: str = "raise"
+    max_error_ratio: float | None = None
     order: str = "auto"
     exists_wave: int = 16
 

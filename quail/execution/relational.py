@@ -64,6 +64,7 @@ class RelationalRun:
         self._bound = bound
         self._names = RunNames(bound.nonce)
         self._cursor = catalog.cursor()
+        control.on_interruptible(self.interrupt)
         row = self._cursor.execute("SELECT hash(NULL::VARCHAR)").fetchone()
         assert row is not None
         texts = Texts(row[0])
@@ -116,8 +117,9 @@ class RelationalRun:
         return [self._stage_report(index) for index in range(len(self._bound.calls))]
 
     def interrupt(self) -> None:
-        """Stops DuckDB's work for this run; may be called from another thread."""
-        self._cursor.interrupt()
+        """Stops DuckDB's work for this run; may be called from another thread, and when it has ended."""
+        with contextlib.suppress(duckdb.Error):
+            self._cursor.interrupt()
 
     def close(self) -> None:
         """Ends the transaction; copies and lookups vanish with it."""

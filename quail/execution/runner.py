@@ -33,6 +33,7 @@ from quail.models.device import device_of, dtype_of, dtype_word
 from quail.plan.logical import AICall
 from quail.plan.prompts import PromptLayout
 from quail.planner.prefix_sharing import SharingDecision, decide
+from quail.processes import check_threads_after_fork
 
 if TYPE_CHECKING:
     from quail.models.chat import ChatPieces
@@ -90,8 +91,9 @@ class Engine:
         from quail.models.loader import load_model
         from quail.models.self_check import trusted_dtype
 
-        default_threads = _threads_of_torch()
-        torch.set_num_threads(config.threads or default_threads)
+        num_threads = config.threads or _threads_of_torch()
+        check_threads_after_fork(num_threads)
+        torch.set_num_threads(num_threads)
         device = device_of(config.device)
         dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device), device)
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)

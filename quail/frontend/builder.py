@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from quail.config import check_choice, did_you_mean
-from quail.errors import BindError, ConfigError, SourceError
+from quail.errors import BindError, ConfigError, QueryTimeout, SourceError
 from quail.frontend import literals
 from quail.frontend.applying import apply_function, name_of
 from quail.frontend.asking import (
@@ -326,17 +327,24 @@ class Docs:
         Raises:
             QuailError: a function of `apply` failed.
         """
+        if options.get("background") and self._block.applied():
+            raise ConfigError(
+                "background=True does not go with apply, whose functions run in the caller's thread",
+                hint="call run() in a thread of your own",
+            )
         names: dict[Applied, str] = {}
         reports: list[Report] = []
+        started = time.monotonic()
         catalog = self._session._open()
         try:
             for each in dict.fromkeys(self._block.applied()):
-                before = replace(self, _block=each.block).run(**options)
+                before = replace(self, _block=each.block).run(**_with_time_left(options, started))
                 reports.append(before.report)
                 name = f"quail_applied_{secrets.token_hex(6)}"
                 catalog.register(name, apply_function(each, before.arrow()))
                 names[each] = name
-            result: QueryResult = self._session.sql(self._block.sql(names)).run(**options)
+            query = self._session.sql(self._block.sql(names))
+            result: QueryResult = query.run(**_with_time_left(options, started))
         finally:
             for name in names.values():
                 catalog.unregister(name)
@@ -490,6 +498,24 @@ def _of_query(text: str, params: Params) -> Block:
 
 def _named(expressions: Mapping[str, str], what: str) -> list[tuple[str, str]]:
     return [(literals.expression(text, what=f"{what}({name}=…)"), name) for name, text in expressions.items()]
+
+
+def _with_time_left(options: Mapping[str, Any], started: float) -> dict[str, Any]:
+    """The options of a part of a run that began at `started`: its timeout is what is left of the whole.
+
+    Raises:
+        QueryTimeout: nothing is left.
+    """
+    timeout = options.get("timeout")
+    if not isinstance(timeout, int | float) or timeout <= 0:
+        return dict(options)
+    left = timeout - (time.monotonic() - started)
+    if left <= 0:
+        raise QueryTimeout(
+            f"the query did not end within {timeout:g} s; a function of apply took the rest of its time",
+            hint="give it more time: run(timeout=…)",
+        )
+    return {**options, "timeout": left}
 
 
 def _num_applied(block: Block) -> int:

@@ -26,11 +26,14 @@ SURFACE = [
     "Query",
     "QueryCancelled",
     "QueryResult",
+    "QueryTimeout",
     "Report",
     "RowError",
+    "RunHandle",
     "Session",
     "SourceError",
     "SourceInfo",
+    "TooManyErrors",
     "UnsupportedError",
     "__version__",
     "ai_classify",
@@ -63,7 +66,7 @@ ROOMS = (
     ("sources",),
     ("plan",),
     ("config",),
-    ("interrupts",),
+    ("interrupts", "processes", "runs"),
     ("errors", "__version__"),
 )
 TORCH_MAY_STAND_IN = ("kv/arena.py", "execution/", "models/", "kernels/", "cost/device.py")
