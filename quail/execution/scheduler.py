@@ -72,7 +72,7 @@ class Scheduler:
         self.writes_for_pool = writes_for_pool
         self._idle: list[Document] = []
         self.token_budget = token_budget
-        self.spanning_tokens = self._spanning(longest_suffix_tokens)
+        self._longest_suffix_tokens = longest_suffix_tokens
         self.ledger = TokenLedger()
         self.num_passes = 0
         self.num_finished = 0
@@ -81,6 +81,11 @@ class Scheduler:
         self._ready: deque[Document] = deque()
         self._fresh: deque[Document] = deque()
         self._lending = Lending(pages)
+
+    @property
+    def spanning_tokens(self) -> int:
+        """Tokens of the longest question of the run that must be written because it does not fit one pass."""
+        return self._spanning(self._longest_suffix_tokens)
 
     # -- what comes in
     # -------------------------------------------------------------------------------------------
@@ -185,6 +190,30 @@ class Scheduler:
                 self._ready.remove(document)
             self._forget(document)
 
+    def start_over(self, lost: Pass, token_budget: int) -> None:
+        """A pass did not run: what waits begins anew, in passes of at most `token_budget` rows.
+
+        The lost pass was to write KV that others may have borrowed already, so all KV of documents in work
+        is dropped. What was run for waiting requests is wasted.
+        """
+        self.token_budget = token_budget
+        self.num_passes -= 1
+        for request in reversed(lost.answered):
+            self.ledger.wasted += request.num_own_tokens - request.suffix_done
+            request.document.requests.appendleft(request)
+        lost_documents = [request.document for request in lost.answered]
+        waiting = list(dict.fromkeys([*lost_documents, *self._ready, *self._fresh]))
+        for document in waiting:
+            for request in document.requests:
+                self.ledger.wasted += request.prefix_computed + request.suffix_done
+                request.prefix_computed = request.recomputed = request.suffix_done = 0
+            self._leave_parent(document)
+            self._drop_kv(document)
+            document.borrowed_tokens = document.retained_tokens = 0
+        self._ready.clear()
+        self._fresh = deque(waiting)
+        self.num_fresh_tokens = sum(len(document.ids) for document in waiting)
+
     def abandon(self, lost: Pass | None = None) -> None:
         """Drops everything: after an error, an interruption, or an early end. Only the pool keeps pages.
 
@@ -288,11 +317,11 @@ class Scheduler:
         table = self.pool.take(document.ids)
         if table is None:
             return False
+        document.table = table  # whatever happens from here on, the document answers for its pages
         missing = pages_for(capacity_tokens, self.pages.page_tokens) - len(table.pages)
         if not self.pool.make_room(missing) or not self.pages.extend(table, capacity_tokens):
-            self.pages.close(table)
+            self._drop_kv(document)
             return False
-        document.table = table
         document.computed = document.retained_tokens = len(document.ids)
         return True
 
@@ -303,8 +332,10 @@ class Scheduler:
         if not self.pool.make_room(missing):
             return False
         document.table = self.pages.open(document.name or document.handle, capacity_tokens, borrowed)
+        if document.table is None:
+            return False
         document.computed = document.borrowed_tokens = document.shared_tokens
-        return document.table is not None
+        return True
 
     def _rows_to_first_answer(self, document: Document) -> int:
         request = document.requests[0]

@@ -1,0 +1,245 @@
+"""The scheduler with failures between any two of its steps: pages are back, and no answer read wrong KV."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quail.execution.label_tree import LabelTree
+from quail.execution.requests import Document, Failure, Request
+from quail.execution.scheduler import Scheduler
+from quail.kv.pages import PageArena
+from quail.kv.retention import RetentionPool
+from tests.engine.driver import Driver, ids_of
+from tests.engine.hash_model import HashModel, state_of
+from tests.engine.test_joins import JoinDriver
+from tests.trust.faults import every, fail_in_pages, only, raising, refuse_pages
+
+SHARING = pytest.mark.parametrize("shares", [False, True], ids=["apart", "sharing"])
+
+
+def corpus(seed: int, *, num: int = 14) -> list[np.ndarray]:
+    """Documents of 1 to 90 tokens; every second begins as the first does."""
+    rng = np.random.default_rng(seed)
+    common = ids_of(rng, 40)
+    documents = [ids_of(rng, int(n)) for n in rng.integers(1, 90, num)]
+    return [np.concatenate([common[:34], d]) if number % 2 else d for number, d in enumerate(documents)]
+
+
+def chain(seed: int, *, budget: int, pages: int, shares: bool) -> Driver:
+    rng = np.random.default_rng(seed)
+    suffixes = [ids_of(rng, n) for n in (3, 25, 4)]
+    return Driver(
+        corpus(seed),
+        suffixes,
+        num_pages=pages,
+        budget=budget,
+        shares=shares,
+        passes=lambda d, q: (d + q) % 3 > 0,
+    )
+
+
+def expected_pairs(driver: Driver) -> set[tuple[int, int]]:
+    pairs = set()
+    for document in range(len(driver.documents)):
+        for question in range(len(driver.suffixes)):
+            pairs.add((document, question))
+            if not driver.passes(document, question):
+                break
+    return pairs
+
+
+@SHARING
+@pytest.mark.parametrize("budget", [20, 64, 512])
+@pytest.mark.parametrize("step", [2, 3, 5, 7])
+def test_an_arena_that_refuses_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, step: int, budget: int, shares: bool
+) -> None:
+    refuse_pages(monkeypatch, every(step))
+    driver = chain(step, budget=budget, pages=30, shares=shares)
+    driver.run()
+    lost = {(f.request.document.handle, f.request.stage) for f in driver.failures}
+    reached = expected_pairs(driver)
+    for document, question in lost:
+        reached -= {(document, later) for later in range(question, 3)}
+    assert set(driver.answers) == reached
+
+
+@SHARING
+@pytest.mark.parametrize("number", range(1, 15))
+def test_an_arena_that_raises_at_any_call(monkeypatch: pytest.MonkeyPatch, number: int, shares: bool) -> None:
+    driver = chain(number, budget=48, pages=14, shares=shares)
+    with monkeypatch.context() as patch:
+        faults = fail_in_pages(patch, only(number), raising(MemoryError))
+        driver.submit_all()
+        try:
+            while driver.step():
+                pass
+        except MemoryError:
+            driver.scheduler.abandon()
+        assert any(fault.num_failed for fault in faults)
+    driver.arena.check_integrity()
+    assert driver.arena.num_free_pages == driver.arena.num_pages
+    driver.scheduler.ledger.check()
+
+
+@SHARING
+@pytest.mark.parametrize("budget", [96, 200, 4096])
+def test_a_pass_that_does_not_fit_is_run_again_in_smaller_ones(budget: int, shares: bool) -> None:
+    stop_at, reached_end = 0, False
+    while not reached_end:
+        driver = chain(stop_at, budget=budget, pages=40, shares=shares)
+        reached_end = not run_with_lost_pass(driver, lambda number, stop_at=stop_at: number == stop_at)
+        driver.check_end()
+        assert not driver.failures
+        assert set(driver.answers) == expected_pairs(driver)
+        stop_at += 1
+    assert stop_at > 2
+
+
+@SHARING
+def test_every_second_pass_that_does_not_fit(shares: bool) -> None:
+    driver = chain(3, budget=4096, pages=40, shares=shares)
+    assert run_with_lost_pass(driver, lambda number: number % 2 == 0 and number < 12)
+    driver.check_end()
+    assert set(driver.answers) == expected_pairs(driver)
+
+
+def run_with_lost_pass(driver: Driver, is_lost: Callable[[int], bool]) -> bool:
+    """Runs to the end, losing some passes; whether any was lost."""
+    count = itertools.count()
+    lost = False
+
+    def interrupt() -> None:
+        if is_lost(next(count)):
+            raise MemoryError
+
+    driver.submit_all()
+    while True:
+        try:
+            if not driver.step(interrupt):
+                return lost
+        except MemoryError:
+            lost = True
+            chunk = driver.pass_in_flight.chunk
+            driver.model.rows_run += len(chunk)
+            driver.scheduler.start_over(driver.pass_in_flight, max(30, len(chunk) // 2))
+            driver.arena.check_integrity()
+            assert driver.arena.num_free_pages == driver.arena.num_pages, "a run that begins anew holds pages"
+
+
+# -- joins, with KV that is retained
+
+
+def join(seed: int, *, budget: int, pool: int = 12) -> JoinDriver:
+    rng = np.random.default_rng(seed)
+    anchors = [ids_of(rng, int(n), vocab=3) for n in rng.integers(1, 60, 6)]
+    frames = [ids_of(rng, 9), ids_of(rng, 5)]
+    partners = [ids_of(rng, int(n)) for n in rng.integers(1, 40, 5)]
+    return JoinDriver(anchors, frames, partners, pages=20, budget=budget, pool_pages=pool, after=True, wave=2)
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+@pytest.mark.parametrize("number", range(1, 16))
+def test_joins_go_on_after_an_arena_that_raised(
+    monkeypatch: pytest.MonkeyPatch, number: int, budget: int
+) -> None:
+    driver = join(number, budget=budget)
+    with monkeypatch.context() as patch:
+        fail_in_pages(patch, only(number), raising(MemoryError))
+        try:
+            for stage in (0, 1):
+                driver.run_stage(stage, keep=stage == 0)
+        except MemoryError:
+            pass
+        driver.scheduler.abandon()
+    driver.arena.check_integrity()
+    assert driver.arena.num_live_pages == 0
+    driver.answers.clear()
+    driver.new_scheduler()  # the next query, on what the pool still has
+    for stage in (0, 1):
+        driver.run_stage(stage, keep=stage == 0)
+    driver.finish()
+    assert len(driver.answers) == 6 * 2 * 5
+
+
+@pytest.mark.parametrize("lost_at", range(14))
+def test_joins_run_again_in_smaller_passes(lost_at: int) -> None:
+    driver = join(lost_at, budget=256)
+    forward, count = driver.model.forward, itertools.count()
+
+    def failing(chunk: object) -> np.ndarray:
+        if next(count) == lost_at:
+            raise MemoryError
+        return forward(chunk)
+
+    def drain() -> None:
+        while (planned := driver.scheduler.next_pass()) is not None:
+            assert not isinstance(planned, Failure)
+            try:
+                states = failing(planned.chunk)
+            except MemoryError:
+                driver.scheduler.start_over(planned, 64)
+                driver.arena.check_integrity()
+                continue
+            driver.scheduler.complete(planned)
+            driver.arena.check_integrity()
+            for request, state in zip(planned.answered, states.tolist(), strict=True):
+                parts = [request.document.ids, request.frame, request.suffix]
+                assert state == state_of(np.concatenate(parts))
+                driver.answers[request.document.handle, request.stage, request.key] = state
+
+    driver.drain = drain  # type: ignore[method-assign]
+    for stage in (0, 1):
+        driver.run_stage(stage, keep=stage == 0)
+    driver.scheduler.finish()
+    driver.scheduler.ledger.check()
+    assert len(driver.answers) == 6 * 2 * 5
+    assert driver.arena.num_live_pages == 0
+    assert driver.scheduler.token_budget == (64 if next(count) > lost_at + 1 else 256)
+
+
+# -- label trees
+
+
+@pytest.mark.parametrize("lost_at", range(6))
+def test_label_trees_run_again_in_smaller_passes(lost_at: int) -> None:
+    rng = np.random.default_rng(lost_at)
+    tree = LabelTree.build([[5, 6, 7], [5, 6], [5, 8], [9]], 0)
+    arena = PageArena(30)
+    scheduler = Scheduler(
+        arena, token_budget=256, longest_suffix_tokens=6 + tree.num_tokens, pool=RetentionPool(arena, 8)
+    )
+    model = HashModel(30)
+    expected = {}
+    for number in range(5):
+        document = Document(number, ids_of(rng, int(rng.integers(1, 70))), keep=True)
+        scheduler.add(document)
+        for stage in range(3):
+            suffix = ids_of(rng, 6)
+            scheduler.submit(Request(document, stage, 0, suffix, len(document.ids), branches=tree.branches))
+            paths = [np.concatenate([document.ids, suffix])]
+            for branch in tree.branches:
+                paths.append(np.concatenate([paths[branch.parent + 1], branch.ids]))
+            expected[number, stage] = [state_of(path) for path in paths]
+    for number in itertools.count():
+        planned = scheduler.next_pass()
+        if planned is None:
+            break
+        assert not isinstance(planned, Failure)
+        if number == lost_at:
+            scheduler.start_over(planned, 32)
+            continue
+        states = model.forward(planned.chunk)
+        scheduler.complete(planned)
+        arena.check_integrity()
+        for request, first in zip(planned.answered, planned.first_reads, strict=True):
+            found = states[first : first + 1 + len(tree.branches)].tolist()
+            assert found == expected.pop((request.document.handle, request.stage))
+    assert not expected
+    scheduler.finish()
+    scheduler.ledger.check()
+    assert arena.num_live_pages == 0
