@@ -27,6 +27,7 @@ from quail.errors import (
     QueryTimeout,
     RowError,
     SourceError,
+    StoreError,
     TooManyErrors,
     UnsupportedError,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Session",
     "SourceError",
     "SourceInfo",
+    "StoreError",
     "TooManyErrors",
     "UnsupportedError",
     "__version__",

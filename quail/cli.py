@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
@@ -18,6 +19,7 @@ from quail import __version__
 from quail.errors import ConfigError, QuailError
 
 if TYPE_CHECKING:
+    from quail.answers.store import AnswerStore
     from quail.config import EngineConfig
     from quail.session import Session
 
@@ -36,6 +38,10 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Models that Quail knows by name.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(models_app, name="models")
+answers_app = typer.Typer(
+    help="Stored answers: what runs need not ask again.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(answers_app, name="answers")
 
 Statement = Annotated[str, typer.Argument(help="SQL, or - to read it from standard input.")]
 Tables = Annotated[
@@ -50,6 +56,14 @@ Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
 KvMemory = Annotated[str | None, typer.Option(help="Memory for key/value pages, such as 2GiB.")]
 TokenBudget = Annotated[int | None, typer.Option(help="Most tokens one pass computes.")]
 Layout = Annotated[str | None, typer.Option(help="auto, chat or completion.")]
+Answers = Annotated[str | None, typer.Option(help="File that keeps answers for later runs; memory or off.")]
+AnswerFile = Annotated[
+    Path | None, typer.Argument(help="The file; without it that of QUAIL_ANSWERS.", show_default=False)
+]
+OutputFormat = Annotated[str | None, typer.Option("--format", "-f", help=", ".join(FORMATS) + ".")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="File to write; its suffix names the format.")
+]
 Database = Annotated[Path | None, typer.Option(help="DuckDB file that keeps created tables.")]
 Allow = Annotated[list[Path] | None, typer.Option(help="File or folder that statements may read and write.")]
 
@@ -167,10 +181,9 @@ def sql(
     layout: Layout = None,
     database: Database = None,
     allow: Allow = None,
-    format: Annotated[str | None, typer.Option("--format", "-f", help=", ".join(FORMATS) + ".")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; its suffix names the format.")
-    ] = None,
+    answers: Answers = None,
+    format: OutputFormat = None,
+    output: Output = None,
     max_rows: Annotated[int, typer.Option(help="Rows that the format table shows.", min=1)] = 40,
     order: Annotated[str, typer.Option(help="auto or as_written.")] = "auto",
     on_long: Annotated[str, typer.Option(help="error or truncate.")] = "error",
@@ -184,7 +197,13 @@ def sql(
     """Run a statement and print its rows."""
     chosen = _choose_format(format, output)
     config = _config(
-        model=model, device=device, dtype=dtype, kv_memory=kv_memory, token_budget=token_budget, layout=layout
+        model=model,
+        device=device,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        token_budget=token_budget,
+        layout=layout,
+        answers=answers,
     )
     with _session(config, table, database, allow) as session:
         result = session.sql(_read(statement)).run(
@@ -353,3 +372,64 @@ def models_info(model: Annotated[str, typer.Argument(help="Alias.")] = "smollm2-
     from quail.doctor import print_model
 
     print_model(_config(model=model))
+
+
+@answers_app.command("ls")
+@_Errors.reported
+def answers_ls(file: AnswerFile = None, format: OutputFormat = None, output: Output = None) -> None:
+    """The questions of a file and how many answers each has."""
+    from quail.answers.commands import questions_table
+    from quail.output import write_table
+
+    chosen = _choose_format(format, output)
+    with closing(_answer_store(file)) as store:
+        write_table(questions_table(store), chosen, output)
+
+
+@answers_app.command("info")
+@_Errors.reported
+def answers_info(file: AnswerFile = None) -> None:
+    """Size and state of a file."""
+    from quail.answers.commands import facts
+
+    with closing(_answer_store(file)) as store:
+        for name, value in facts(store).items():
+            print(f"{name:<10} {value:,}" if isinstance(value, int) else f"{name:<10} {value}")
+
+
+@answers_app.command("prune")
+@_Errors.reported
+def answers_prune(
+    file: AnswerFile = None,
+    question: Annotated[list[int] | None, typer.Option(help="Number of a question; repeatable.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model that was asked.")] = None,
+    older_than: Annotated[float | None, typer.Option(help="Days since the question was first asked.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every question.")] = False,
+) -> None:
+    """Delete the questions that match everything given, with their answers."""
+    from quail.answers.commands import to_prune
+
+    with closing(_answer_store(file)) as store:
+        found = to_prune(store, questions=question or [], model=model, days=older_than, everything=all)
+        print(f"{store.prune(found):,} answers of {len(found):,} questions deleted")
+
+
+@answers_app.command("export")
+@_Errors.reported
+def answers_export(file: AnswerFile = None, format: OutputFormat = None, output: Output = None) -> None:
+    """Write every answer: its question, a digest of what it was asked about, the raw logits."""
+    from quail.answers.commands import answers_table
+    from quail.output import write_table
+
+    chosen = _choose_format(format, output)
+    with closing(_answer_store(file)) as store:
+        write_table(answers_table(store), chosen, output)
+
+
+def _answer_store(file: Path | None) -> AnswerStore:
+    from quail.answers.commands import open_store
+
+    path = file or _config().answers_path(None)
+    if path is None or str(path) == "off":
+        raise typer.BadParameter("name the file of answers, or set QUAIL_ANSWERS")
+    return open_store(path)

@@ -138,6 +138,11 @@ class EngineConfig:
         retention: whether KV outlives the operator that wrote it: `auto` keeps what was written anyway, for
             later operators and queries, as memory allows; `keep` writes the KV of every document, also where
             a query asks one question only; `off` keeps nothing. `QUAIL_RETENTION`.
+        answers: where answers are kept, so that no later run asks for them again: the path of a file (made
+            where there is none; processes may share it), `off` keeps none, `memory` keeps them as long as the
+            session.
+            None is the file `DATABASE.answers` of a session with a database file, else `memory`.
+            `QUAIL_ANSWERS`.
         threads: number of CPU threads of the engine; None leaves it to torch. `QUAIL_THREADS`.
         cache_dir: folder for fetched models and measurements; None is `$XDG_CACHE_HOME/quail` or
             `~/.cache/quail`. `QUAIL_CACHE_DIR`.
@@ -155,6 +160,7 @@ class EngineConfig:
     label: str = _environment("QUAIL_LABEL", "DOCUMENT:")
     prefix_sharing: str = _environment("QUAIL_PREFIX_SHARING", "auto")
     retention: str = _environment("QUAIL_RETENTION", "auto")
+    answers: str | Path | None = _environment("QUAIL_ANSWERS", None)
     threads: int | None = _environment("QUAIL_THREADS", None, int)
     cache_dir: str | Path | None = _environment("QUAIL_CACHE_DIR", None)
 
@@ -190,8 +196,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} = {value!r} must be a whole number of {unit}, at least {least}")
         if self.threads is not None and self.threads > MOST_THREADS:
             raise ConfigError(f"threads = {self.threads} must be at most {MOST_THREADS}")
-        if self.cache_dir is not None and not _is_path(self.cache_dir):
-            raise ConfigError(f"cache_dir = {self.cache_dir!r} must be a path")
+        for name in ("answers", "cache_dir"):
+            value = getattr(self, name)
+            if value is not None and not _is_path(value):
+                raise ConfigError(f"{name} = {value!r} must be a path")
 
     def _variable_at_fault(self, message: str) -> str | None:
         for each in fields(self):
@@ -205,6 +213,16 @@ class EngineConfig:
     def kv_memory_bytes(self) -> int | None:
         """`kv_memory` in bytes; None where the engine is to choose."""
         return None if self.kv_memory is None else parse_bytes(self.kv_memory, what="kv_memory")
+
+    def answers_path(self, database: str | os.PathLike[str] | None) -> Path | None:
+        """The file of answers of a session; None keeps them in memory. (`off` is not asked for its path.)
+
+        Args:
+            database: the session's DuckDB file, None without one.
+        """
+        if self.answers is None:
+            return None if database is None else Path(f"{os.fspath(database)}.answers")
+        return None if self.answers == "memory" else Path(self.answers).expanduser()
 
     @property
     def cache_path(self) -> Path:

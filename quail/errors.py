@@ -9,6 +9,7 @@ QuailError
 ├── PlanError                a plan that cannot run here (memory, budget), with the numbers
 ├── RowError                 one row that cannot be answered, with its table, row and numbers
 │   └── TooManyErrors        more rows failed than the run was allowed
+├── StoreError               the answer store cannot be opened, read or written
 └── QueryCancelled           the run was stopped before its end
     └── QueryTimeout         because its time was over
 
@@ -97,6 +98,10 @@ class RowError(QuailError):
 
 class TooManyErrors(RowError):
     """The share of questions that failed exceeds `run(max_error_ratio=…)`; the message has the counts."""
+
+
+class StoreError(QuailError):
+    """The answer store cannot be opened, read or written; what it holds stays."""
 
 
 class QueryCancelled(QuailError):

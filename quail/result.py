@@ -47,6 +47,8 @@ class Report(Mapping[str, Any]):
         dtype: of its weights and KV.
         rows: rows of the result.
         documents: distinct documents that the model read.
+        answers: where answers came from: `asked` (the model), `stored` (an earlier run, or this one,
+            had stored it), `shared` (given by the evaluation of another call that reads the same).
         truncated: documents that were cut because `on_long='truncate'` was set.
         nulls: NULL answers: of NULL arguments, and of rows that failed in a run that goes on.
         errors: rows that failed in a run that goes on, each with `row` and `reason`.
@@ -63,6 +65,7 @@ class Report(Mapping[str, Any]):
     dtype: str | None = None
     rows: int = 0
     documents: int = 0
+    answers: Mapping[str, int] = field(default_factory=dict)
     truncated: int = 0
     nulls: int = 0
     errors: tuple[Any, ...] = ()
@@ -84,6 +87,7 @@ class Report(Mapping[str, Any]):
             device=asked[-1].device,
             dtype=asked[-1].dtype,
             documents=sum(report.documents for report in reports),
+            answers={name: int(n) for name, n in _sums([report.answers for report in reports]).items()},
             truncated=sum(report.truncated for report in reports),
             nulls=sum(report.nulls for report in reports),
             errors=tuple(error for report in reports for error in report.errors),
@@ -148,6 +152,11 @@ class Report(Mapping[str, Any]):
 
     def _trouble_lines(self) -> list[str]:
         lines = [f"  warning: {warning}" for warning in self.warnings]
+        stored, shared = self.answers.get("stored", 0), self.answers.get("shared", 0)
+        if stored or shared:
+            lines.append(
+                f"  answers not asked for again: {stored:,} stored, {shared:,} shared by another call"
+            )
         if self.truncated:
             lines.append(f"  {self.truncated:,} documents were truncated to fit the model's context")
         if self.errors:

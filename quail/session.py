@@ -28,6 +28,9 @@ from quail.runs.turns import Turns
 from quail.sources.catalog import Catalog, SourceInfo
 
 if TYPE_CHECKING:
+    from quail.answers.store import AnswerStore
+    from quail.execution.kept_anchors import KeptAnchors
+    from quail.execution.relational import RelationalRun
     from quail.frontend.builder import Docs
     from quail.plan.statement import BoundStatement
     from quail.planner.anchors import TokenCounter
@@ -89,6 +92,8 @@ class Session(OfOneProcess):
         self._turns = Turns()
         self._closed = False
         self._running: set[RunState] = set()
+        self._store: AnswerStore | None = None
+        self._answers_path = self.config.answers_path(database)
         self._catalog = Catalog(database, allow)
         super().__init__()
 
@@ -155,6 +160,8 @@ class Session(OfOneProcess):
             if self._owns_engine and self._engine is not None:
                 self._engine.close()  # type: ignore[attr-defined]
             self._engine = None
+            if self._store is not None:
+                self._store.close()
             self._catalog.close()
 
     def __enter__(self) -> Session:
@@ -180,8 +187,16 @@ class Session(OfOneProcess):
         if self._engine is None:
             from quail.execution.runner import Engine
 
-            self._engine = Engine.boot(self.config, progress=shown.say)
+            self._engine = Engine.boot(self.config, progress=shown.say, store=self._answer_store())
         return self._engine
+
+    def _answer_store(self) -> AnswerStore | None:
+        """The answers that runs of this session find and leave; None where none are kept."""
+        if self._store is None and self.config.answers != "off":
+            from quail.answers.store import AnswerStore
+
+            self._store = AnswerStore(self._answers_path)
+        return self._store
 
     def _drop_unsound_engine(self) -> None:
         """After a failed run: an engine that lost count of its memory is loaded anew by the next query."""
@@ -339,7 +354,14 @@ class Query:
         session = self._session
         catalog = session._open()
         started = time.perf_counter()
-        run = RelationalRun(self._bound, catalog, control, self._token_counter())
+        kept = self._kept_anchors()
+        run = RelationalRun(
+            self._bound,
+            catalog,
+            control,
+            self._token_counter(),
+            (lambda call: None) if kept is None else kept.of,
+        )
         try:
             seconds = {"boot": 0.0, "plan": self._bind_seconds + time.perf_counter() - started}
             part: dict[str, Any] = {}
@@ -350,6 +372,8 @@ class Query:
                     answerer = session._answerer(shown)
                 seconds["boot"] = time.perf_counter() - boot_started
                 try:
+                    if kept is not None:
+                        kept.keep(run.calls)
                     part = answerer.run(run.calls, run.feed, control)
                 except BaseException:
                     session._drop_unsound_engine()
@@ -364,10 +388,24 @@ class Query:
         finally:
             run.close()
 
+    def _kept_anchors(self) -> KeptAnchors | None:
+        """The anchors of joins whose answers are stored; None where there are no joins, or no answers."""
+        if not self._is_paired or not self._session._owns_engine:
+            return None
+        store = self._session._answer_store()
+        if store is None:
+            return None
+        from quail.execution.kept_anchors import KeptAnchors
+
+        return KeptAnchors(store, self._session.config)
+
+    @property
+    def _is_paired(self) -> bool:
+        return any(call.prompt.num_arguments == 2 for call in self._bound.calls)
+
     def _token_counter(self) -> TokenCounter | None:
         """Counts tokens as the engine will, for a statement with joins whose model is here."""
-        is_paired = any(call.prompt.num_arguments == 2 for call in self._bound.calls)
-        if not is_paired or not self._session._owns_engine:
+        if not self._is_paired or not self._session._owns_engine:
             return None
         from quail.execution.forecast import Forecaster
 
@@ -434,6 +472,7 @@ def _report(
         dtype=about.get("dtype"),
         rows=table.num_rows,
         documents=int(part.get("documents", 0)),
+        answers=dict(part.get("answers", {})),
         truncated=int(part.get("truncated", 0)),
         nulls=sum(int(stage.get("null", 0)) for stage in stages),
         errors=tuple(part.get("errors", ())),

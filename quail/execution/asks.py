@@ -14,7 +14,7 @@ Everything is an array: a million rows must not be a million Python objects.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,6 +56,19 @@ class Asks:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def taken(self, places: Int64s) -> Asks:
+        """Some of the questions, in the order given."""
+        at = pa.array(places)
+        return replace(
+            self,
+            keys=self.keys[places],
+            arguments=tuple(argument.take(at) for argument in self.arguments),
+            documents=self.documents[places],
+            may_follow=self.may_follow[places],
+            rows=self.rows[places],
+            partners=None if self.partners is None else self.partners[places],
+        )
 
 
 def _no_documents() -> Int64s:

@@ -29,10 +29,10 @@ Means = dict[tuple[bytes, ...], Float32s]
 
 
 def stage_key(stage: Stage) -> tuple[bytes, ...]:
-    """What a content-free measurement depends on: the fixed ids of a question and what is read."""
+    """What answers depend on beside documents: the fixed ids of a question, what is read, and as what."""
     branches = tuple(branch.ids.tobytes() for branch in stage.branches)
     wanted = tuple(ids.tobytes() for ids in stage.readout.wanted)
-    return (stage.frame.tobytes(), stage.tail.tobytes(), *branches, *wanted)
+    return (stage.frame.tobytes(), stage.tail.tobytes(), *branches, *wanted, stage.readout.meaning)
 
 
 def content_mean(

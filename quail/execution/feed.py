@@ -16,7 +16,7 @@ from quail.execution import reading
 from quail.execution.answers import CallAnswers, Texts, distinct
 from quail.execution.asks import Asks, FollowUp, Int64s, RunControl
 from quail.execution.groups import Chain, Due, Filter, Group, Wave
-from quail.execution.pair_planning import AnchorChoice, PairPlanner
+from quail.execution.pair_planning import AnchorChoice, KeptAnchor, PairPlanner
 from quail.execution.pairs import FirstMatch, Stream, counts_of, last_of_anchor, places_in_group
 from quail.execution.reading import CandidateReader, Candidates
 from quail.plan import syntax
@@ -58,6 +58,7 @@ class RunFeed:
         answers: Sequence[CallAnswers],
         control: RunControl,
         counter: TokenCounter,
+        kept_anchor: KeptAnchor = lambda call: None,
     ) -> None:
         self._bound = bound
         self._cursor = cursor
@@ -65,7 +66,7 @@ class RunFeed:
         self._answers = answers
         self._texts = texts
         self._reader = CandidateReader(cursor, names.in_run, texts)
-        self._pairs = PairPlanner(bound.calls, texts, counter, control.order)
+        self._pairs = PairPlanner(bound.calls, texts, counter, control.order, kept_anchor)
         self._exists_wave = control.exists_wave
         blocks = optimize(bound, control.order)
         self._planner = CandidatePlanner(bound, blocks, control.order, self._binds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,8 @@ from quail.planner.join_order import (
     Relation,
     order_joins,
 )
+
+KeptAnchor = Callable[[AICall], int | None]
 
 _MOST_FLAGS = 2**26
 """Pairs are told apart in an array with a byte for each possible one, up to so many."""
@@ -57,21 +59,33 @@ class PairPlanner:
         texts: of the run.
         counter: of tokens.
         order: `auto` or `as_written`.
+        kept: the anchor of a call whose answers are stored, None of others.
 
     Attributes:
         choices: the anchors chosen so far, by call.
         plans: the orders of filters and joins that stand together, by block.
     """
 
-    def __init__(self, calls: Sequence[AICall], texts: Texts, counter: TokenCounter, order: str) -> None:
+    def __init__(
+        self,
+        calls: Sequence[AICall],
+        texts: Texts,
+        counter: TokenCounter,
+        order: str,
+        kept: KeptAnchor = lambda call: None,
+    ) -> None:
         self.calls = list(calls)
         self.choices: dict[int, AnchorChoice] = {}
         self.plans: dict[int, JoinPlan] = {}
         self._texts, self._counter, self._order = texts, counter, order
         self._tokens: Int64s = np.zeros(0, dtype=np.int64)
         for call in calls:
-            if call.prompt.num_arguments == 2 and call.options.anchor is not None:
+            if call.prompt.num_arguments != 2:
+                continue
+            if call.options.anchor is not None:
                 self._fix(AnchorChoice(call.index, call.options.anchor, "as the statement says"))
+            elif (anchor := kept(call)) is not None:
+                self._fix(AnchorChoice(call.index, anchor, "its answers are stored"))
 
     def anchors(self, call: int) -> tuple[int, ...]:
         """The arguments that may still be the anchor, for a call over one document its only one."""

@@ -21,6 +21,7 @@ from quail.errors import BindError, SourceError
 from quail.execution.answers import CallAnswers, Texts, UInt64s
 from quail.execution.asks import Feed, RunControl
 from quail.execution.feed import RunFeed, RunNames, as_array
+from quail.execution.pair_planning import KeptAnchor
 from quail.execution.reading import changed_documents
 from quail.plan import syntax
 from quail.plan.functions import is_unordered_aggregate
@@ -52,6 +53,7 @@ class RelationalRun:
         catalog: the session's tables.
         control: how the run is watched and stopped; `order` says whether filters keep their written order.
         counter: counts tokens of the documents of joins; None estimates them from lengths.
+        kept_anchor: the anchor of a call whose answers are stored, None of others.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RelationalRun:
         catalog: HasCursor,
         control: RunControl,
         counter: TokenCounter | None = None,
+        kept_anchor: KeptAnchor = lambda call: None,
     ) -> None:
         self._bound = bound
         self._names = RunNames(bound.nonce)
@@ -74,7 +77,14 @@ class RelationalRun:
         try:
             self._begin()
             self._feed = RunFeed(
-                bound, self._cursor, self._names, texts, self._answers, control, counter or LengthCounter()
+                bound,
+                self._cursor,
+                self._names,
+                texts,
+                self._answers,
+                control,
+                counter or LengthCounter(),
+                kept_anchor,
             )
         except BaseException:
             self.close()

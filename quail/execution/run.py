@@ -5,24 +5,27 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from quail.errors import PlanError, QueryCancelled, RowError
+from quail.errors import QueryCancelled
 from quail.execution.asks import Asks, Feed, FollowUp, RunControl
-from quail.execution.calibration import CONTENT_FREE, HeldAnswers, Means, content_mean, stage_key
+from quail.execution.calibration import CONTENT_FREE, Means, content_mean, stage_key
 from quail.execution.chunk import Chunk
-from quail.execution.documents import DocumentEncoder, PrefixIds
+from quail.execution.delivery import Delivery
+from quail.execution.failures import Failures
+from quail.execution.intake import Intake, check_question
 from quail.execution.packing import Pass
-from quail.execution.readout import calibrated, values_of
+from quail.execution.recall import Known, Memory, Recall
 from quail.execution.requests import Document, Failure, Request, in_tree_order
 from quail.execution.scheduler import Scheduler
-from quail.execution.stages import Float32s, Int32s, Int64s, Pieces, Stage, compile_stage
+from quail.execution.stages import Float32s, Int64s, Pieces, Stage, compile_stage
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
 from quail.kv.retention import RetentionPool
@@ -35,14 +38,12 @@ SharingRule = Callable[[PrefixTree, Sequence[int], Sequence[bool]], SharingDecis
 SHARING_WINDOW_TOKENS = 2**24
 """Tokens of documents that one sharing plan covers; a larger table is planned in several windows."""
 
-MOST_PARTNERS = 2**16
-"""Partners of joins whose token ids are kept at hand."""
-
 MASS_ROWS = 16
 """Rows at which the probability of a question's answers is looked at."""
 
 FIRST_TAKE = 16
-"""Fresh questions taken from the feed before the length of its documents is known."""
+"""Fresh questions first taken from the feed; twice as many each time, as long as the length of its documents
+is not known because every answer was."""
 
 
 class Model(Protocol):
@@ -92,13 +93,8 @@ class Retention:
 class RunStats:
     """What happened in a run, beside the ledger."""
 
-    tokenize_seconds: float = 0.0
     forward_seconds: float = 0.0
-    num_requests: int = 0
-    num_documents: int = 0
-    num_truncated: int = 0
     num_calibration_tokens: int = 0
-    errors: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     sharing: list[SharingDecision] = field(default_factory=list)
 
@@ -117,6 +113,7 @@ class Run:
         sharing: decides whether fresh documents share prefixes; None never does.
         retention: KV kept between operators and queries; None keeps none.
         means: content-free measurements of earlier runs, added to.
+        memory: answers of earlier runs, added to; None keeps none.
 
     Raises:
         PlanError: a question that does not fit the model's context.
@@ -134,14 +131,15 @@ class Run:
         sharing: SharingRule | None = None,
         retention: Retention | None = None,
         means: Means | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.sharing = sharing
         self.model, self.feed, self.control, self.limits = model, feed, control, limits
         self.stages = [compile_stage(call, pieces, tokenizer) for call in calls]
         for stage in self.stages:
-            _check_question(stage, pieces, limits)
-        self.encoder = DocumentEncoder(tokenizer, pieces, limits.context_tokens)
-        self._num_label_tokens = len(pieces.prefix)
+            check_question(
+                stage, pieces, context_tokens=limits.context_tokens, token_budget=limits.token_budget
+            )
         self.scheduler = Scheduler(
             model.pages,
             token_budget=limits.token_budget,
@@ -152,14 +150,29 @@ class Run:
             writes_for_pool=retention is not None and retention.writes_all,
         )
         self.stats = RunStats()
-        self._overlong: dict[int, PrefixIds] = {}
+        self.failures = Failures(control.on_error)
+        self.intake = Intake(
+            self.stages,
+            self.scheduler,
+            tokenizer,
+            pieces,
+            context_tokens=limits.context_tokens,
+            truncates=control.on_long == "truncate",
+            failures=self.failures,
+        )
+        self.recall = Recall(
+            self.stages,
+            pieces,
+            memory,
+            context_tokens=limits.context_tokens,
+            truncates=control.on_long == "truncate",
+        )
         self.means: Means = {} if means is None else means
-        self._held = HeldAnswers()
+        self._delivery = Delivery(self.stages, feed, self.means)
+        self._known: deque[FollowUp] = deque()
         self._watched: set[Stage] = set()
-        self._failed: list[Request] = []
-        self._partners: dict[int, PrefixIds] = {}
-        self._last_cut = 0
         self._num_taken = self._num_taken_tokens = 0
+        self._first_take = FIRST_TAKE
         self._started = time.perf_counter()
 
     def run(self) -> None:
@@ -186,14 +199,16 @@ class Run:
                     in_flight = None
                     self._hand_over(planned.answered, answers)
                     self._report_progress()
-                elif self._held and not self._failed:
-                    self._hand_over_held()
-                else:
-                    assert self._failed, "the feed waits for answers although no question is left"
+                elif self._delivery.holds_answers and not self.failures:
+                    for follow_up in self._delivery.deliver_held():
+                        self._follow(follow_up)
+                elif not self.feed.done:
+                    assert self.failures, "the feed waits for answers although no question is left"
                 self._hand_over_failures()
             self.scheduler.finish()
         finally:
             self.scheduler.abandon(in_flight)
+            self.recall.close()
         self.scheduler.ledger.check()
 
     def _stop_if_cancelled(self) -> None:
@@ -225,6 +240,17 @@ class Run:
                 else:
                     self._submit(requests)
         self._submit(self._in_sharing_order(taken))
+        self._follow(FollowUp())
+
+    def _requests(self, asks: Asks) -> list[Request]:
+        """Requests of questions that the model must answer; known answers are handed over at once.
+
+        What follows from them waits until the requests are submitted, as it may release their documents.
+        """
+        rest, known = self.recall.sort(asks)
+        if known is not None:
+            self._known.append(self._delivery.deliver(asks.call, known.keys, known.logits))
+        return self.intake.requests(rest) if len(rest) else []
 
     def _note_taken(self, requests: list[Request]) -> int:
         """Tokens that fresh questions add: documents that are new, and what follows those that are not."""
@@ -243,7 +269,8 @@ class Run:
     def _num_to_take(self, num_tokens: int) -> int:
         """Fresh questions that add about so many tokens."""
         if not self._num_taken:
-            return FIRST_TAKE
+            self._first_take *= 2
+            return self._first_take // 2
         return max(1, math.ceil(num_tokens * self._num_taken / max(1, self._num_taken_tokens)))
 
     def _in_sharing_order(self, requests: list[Request]) -> list[Request]:
@@ -256,7 +283,7 @@ class Run:
         fresh = [
             document
             for document in of_document
-            if document.table is None and not document.requests and document.handle not in self._overlong
+            if document.table is None and not document.requests and not self.intake.is_overlong(document)
         ]
         if not fresh:
             return requests
@@ -269,116 +296,9 @@ class Run:
         first = in_tree_order(fresh, tree)
         return [r for d in dict.fromkeys([*first, *of_document]) for r in of_document[d]]
 
-    def _requests(self, asks: Asks) -> list[Request]:
-        """The requests of some questions; those whose prompts do not fit are failed."""
-        self._add_documents(asks)
-        stage = self.stages[asks.call]
-        suffixes = self._suffixes(asks, stage)
-        document_and_suffix_tokens = self.limits.context_tokens - stage.num_fixed_tokens + len(stage.tail)
-        branches = stage.branches
-        keys, follows = asks.keys.tolist(), asks.may_follow.tolist()
-        self.stats.num_requests += len(keys)
-        found = []
-        for place, handle in enumerate(asks.documents.tolist()):
-            document = self.scheduler.document(handle)
-            assert document is not None
-            document.keep = follows[place]
-            room = document_and_suffix_tokens - len(suffixes[place])
-            own_tokens = min(len(document.ids), max(0, room))
-            prefix_tokens = own_tokens + len(stage.frame)
-            request = Request(
-                document,
-                asks.call,
-                keys[place],
-                suffixes[place],
-                prefix_tokens,
-                stage.frame,
-                branches,
-            )
-            if self._fits(request, room):
-                found.append(self._cut_for_frame(request, own_tokens))
-        return found
-
-    def _suffixes(self, asks: Asks, stage: Stage) -> list[Int32s]:
-        """What stands behind each prefix: the stage's tail, behind a partner if there is one."""
-        if asks.partners is None:
-            return [stage.tail] * len(asks)
-        handles = asks.partners.tolist()
-        unknown = {handle: place for place, handle in enumerate(handles) if handle not in self._partners}
-        if unknown:
-            texts = asks.arguments[1 - stage.call.anchor].take(pa.array(unknown.values(), type=pa.int64()))
-            self._partners.update(zip(unknown, self._tokenize(texts, partner=True), strict=True))
-        found = [np.concatenate([self._partner_ids(handle, stage), stage.tail]) for handle in handles]
-        while len(self._partners) > MOST_PARTNERS:
-            self._partners.pop(next(iter(self._partners)))
-        return found
-
-    def _partner_ids(self, handle: int, stage: Stage) -> Int32s:
-        """Ids of a partner; where documents may be cut, one that leaves no room for its anchor gets half."""
-        ids = self._partners[handle].ids
-        room = self.limits.context_tokens - stage.num_fixed_tokens - self._num_label_tokens
-        if self.control.on_long != "truncate" or len(ids) < room:
-            return ids
-        self.stats.num_truncated += 1
-        return ids[: room // 2]
-
-    def _tokenize(self, texts: pa.Array, *, partner: bool = False) -> list[PrefixIds]:
-        started = time.perf_counter()
-        found = self.encoder.encode_partners(texts) if partner else self.encoder.encode(texts)
-        self.stats.tokenize_seconds += time.perf_counter() - started
-        return found
-
-    def _cut_for_frame(self, request: Request, own_tokens: int) -> Request:
-        """A frame stands right behind its document: a document cut for one request is a document of its
-        own.
-        """
-        document = request.document
-        if not len(request.frame) or own_tokens == len(document.ids):
-            return request
-        self._last_cut -= 1
-        cut = Document(self._last_cut, document.ids[:own_tokens], name=document.name)
-        self.scheduler.add(cut)
-        return replace(request, document=cut)
-
     def _submit(self, requests: list[Request]) -> None:
         for request in requests:
             self.scheduler.submit(request)
-
-    def _add_documents(self, asks: Asks) -> None:
-        """Tokenizes the documents that the scheduler does not know."""
-        first: dict[int, int] = {}
-        for place, handle in enumerate(asks.documents.tolist()):
-            if self.scheduler.document(handle) is None:
-                first.setdefault(handle, place)
-        if not first:
-            return
-        anchor = self.stages[asks.call].call.anchor
-        texts = asks.arguments[anchor].take(pa.array(first.values(), type=pa.int64()))
-        for (handle, place), prefix in zip(first.items(), self._tokenize(texts), strict=True):
-            self.scheduler.add(Document(handle, prefix.ids, name=_row_name(asks, place)))
-            if prefix.num_tokens >= self.limits.context_tokens:
-                self._overlong[handle] = prefix
-            self.stats.num_documents += 1
-
-    def _fits(self, request: Request, room: int) -> bool:
-        """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
-        document = request.document
-        overlong = self._overlong.get(document.handle)
-        num_tokens = len(document.ids) if overlong is None else overlong.num_tokens
-        if num_tokens <= room:
-            return True
-        if self.control.on_long == "truncate":
-            self.stats.num_truncated += 1
-            return True
-        exactly = "" if overlong is None or overlong.is_exact else "more than "
-        num_question = len(request.frame) + request.num_own_tokens
-        self._note_failure(
-            request,
-            f"its prompt of {exactly}{num_tokens + num_question} tokens ({exactly}{num_tokens} of document, "
-            f"{num_question} of question) exceeds the model's context of {self.limits.context_tokens}",
-            hint="run(on_long='truncate') cuts such documents, never questions, and counts them",
-        )
-        return False
 
     # -- answers out
     # ---------------------------------------------------------------------------------------------
@@ -425,23 +345,18 @@ class Run:
         for place, request in enumerate(answered):
             by_call.setdefault(request.stage, []).append(place)
         for index, places in by_call.items():
-            call = self.stages[index].call
             logits = np.stack([answers[place] for place in places])
             is_finite = np.isfinite(logits).all(axis=1)
             if not is_finite.all():
                 for place in np.flatnonzero(~is_finite).tolist():
-                    self._note_failure(answered[places[place]], "the model's logits are not finite")
+                    self.failures.note(answered[places[place]], "the model's logits are not finite")
                 places = [places[place] for place in np.flatnonzero(is_finite).tolist()]
                 logits = logits[is_finite]
-            if not places:
-                continue
-            keys = np.array([answered[place].key for place in places], dtype=np.int64)
-            if call.options.calibrate == "batch":
-                self._held.add(index, keys, logits)
-                continue
-            if call.options.calibrate == "content":
-                logits = calibrated(logits, self.means[stage_key(self.stages[index])])
-            self._follow(self.feed.answered(index, keys, values_of(call, logits)))
+            if places:
+                keys = np.array([answered[place].key for place in places], dtype=np.int64)
+                twins = self.recall.answered(index, keys, logits)
+                for call, known in [(index, Known(keys, logits)), *twins]:
+                    self._follow(self._delivery.deliver(call, known.keys, known.logits))
 
     def _measure_content_free(self) -> None:
         """Measures questions on content-free documents, each once; the means are kept for later runs."""
@@ -449,10 +364,10 @@ class Run:
             if stage.call.options.calibrate != "content" or stage_key(stage) in self.means:
                 continue
             texts = pa.array(CONTENT_FREE)
-            partners = self.encoder.encode_partners(texts) if stage.is_join else []
+            partners = self.intake.encoder.encode_partners(texts) if stage.is_join else []
             mean, num_tokens = content_mean(
                 stage,
-                [prefix.ids for prefix in self.encoder.encode(texts)],
+                [prefix.ids for prefix in self.intake.encoder.encode(texts)],
                 [partner.ids for partner in partners] or [stage.frame[:0]] * len(texts),
                 pool=self.scheduler.pool,
                 token_budget=self.limits.token_budget,
@@ -461,39 +376,27 @@ class Run:
             self.means[stage_key(stage)] = mean
             self.stats.num_calibration_tokens += num_tokens
 
-    def _hand_over_held(self) -> None:
-        """No question is left that could run: the answers that waited for their mean are complete."""
-        for index, keys, logits, mean in self._held.take():
-            values = values_of(self.stages[index].call, calibrated(logits, mean))
-            self._follow(self.feed.answered(index, keys, values))
-
     def _hand_over_failures(self) -> None:
         """Answers failed requests with NULL."""
-        failed, self._failed = self._failed, []
-        for request in failed:
-            key = np.array([request.key], dtype=np.int64)
-            null = values_of(self.stages[request.stage].call, None)
-            self._follow(self.feed.answered(request.stage, key, null))
+        for request in self.failures.take():
+            twins = self.recall.failed(request.stage, request.key)
+            for call, key in [(request.stage, request.key), *twins]:
+                self._follow(self._delivery.deliver_null(call, key))
 
     def _follow(self, follow_up: FollowUp) -> None:
-        for asks in follow_up.asks:
-            self._submit(self._requests(asks))
-        self.scheduler.release(follow_up.released.tolist())
-        for handle in follow_up.released.tolist() if self._overlong else ():
-            self._overlong.pop(handle, None)
+        """Submits and releases what follows from answers, and from known answers to questions among it."""
+        self._known.append(follow_up)
+        while self._known:
+            next_up = self._known.popleft()
+            for asks in next_up.asks:
+                self._submit(self._requests(asks))
+            self.scheduler.release(next_up.released.tolist())
+            self.intake.forget(next_up.released.tolist())
 
-    def _fail(self, request: Request, reason: str, hint: str | None = None) -> None:
-        """Takes out a request that was not answered."""
+    def _fail(self, request: Request, reason: str) -> None:
+        """Takes out a request that can never run."""
         self.scheduler.fail(request)
-        self._note_failure(request, reason, hint)
-
-    def _note_failure(self, request: Request, reason: str, hint: str | None = None) -> None:
-        """Raises, or notes the request for a NULL answer."""
-        name = request.document.name
-        if self.control.on_error == "raise":
-            raise RowError(f"{name}: {reason}", hint=hint)
-        self.stats.errors.append({"row": name, "reason": reason})
-        self._failed.append(request)
+        self.failures.note(request, reason)
 
     def _report_progress(self) -> None:
         if self.control.on_progress is not None:
@@ -508,25 +411,5 @@ class Run:
             )
 
 
-def _check_question(stage: Stage, pieces: Pieces, limits: Limits) -> None:
-    num_fixed, num_branch = stage.num_fixed_tokens, stage.num_own_tokens - len(stage.tail)
-    if len(pieces.prefix) + num_fixed >= limits.context_tokens:
-        raise PlanError(
-            f"a question of {num_fixed} tokens leaves no room for a document in the model's context of "
-            f"{limits.context_tokens} tokens: {stage.call.text}",
-            hint="shorten the question; questions are never cut",
-        )
-    if num_branch >= limits.token_budget:
-        raise PlanError(
-            f"its {len(stage.call.categories)} labels take {num_branch} tokens in one pass, the token budget "
-            f"is {limits.token_budget}: {stage.call.text}",
-            hint=f"set token_budget to at least {num_branch + 1}, or shorten the labels",
-        )
-
-
 def _percent(share: float) -> str:
     return "less than 1%" if share < 0.01 else f"{share:.0%}"
-
-
-def _row_name(asks: Asks, place: int) -> str:
-    return f"{asks.table or 'document'} row {int(asks.rows[place])}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from quail.answers.store import AnswerStore
 from quail.config import EngineConfig
 from quail.cost.budgets import (
     DEFAULT_TOKEN_BUDGET,
@@ -24,6 +25,7 @@ from quail.cost.work import rows
 from quail.errors import PlanError
 from quail.execution.asks import Feed, RunControl
 from quail.execution.calibration import Means
+from quail.execution.recall import Memory, ModelIdentity
 from quail.execution.run import Limits, Model, Retention, Run, SharingRule
 from quail.execution.stages import Pieces
 from quail.kv.pages import PageArena
@@ -52,6 +54,7 @@ class Engine:
         about: what `describe` tells.
         sharing: decides whether documents share prefixes; None never does.
         retention: KV kept between operators and queries; None keeps none.
+        memory: answers of earlier runs; None keeps none.
     """
 
     def __init__(
@@ -63,20 +66,27 @@ class Engine:
         about: dict[str, Any],
         sharing: SharingRule | None = None,
         retention: Retention | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        self.sharing, self.retention = sharing, retention
+        self.sharing, self.retention, self.memory = sharing, retention, memory
         self._means: Means = {}
         self.model, self.tokenizer, self.layout, self.limits = model, tokenizer, layout, limits
         self._about = about
         self.pieces = Pieces.of(layout, tokenizer)
 
     @classmethod
-    def boot(cls, config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
+    def boot(
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        store: AnswerStore | None = None,
+    ) -> Engine:
         """Loads the model and takes memory for its KV.
 
         Args:
             config: what to load and how much to take.
             progress: told what is being done, a phrase at a time.
+            store: of answers; None keeps none.
 
         Raises:
             ConfigError: a device or dtype that this machine does not have.
@@ -126,6 +136,7 @@ class Engine:
             "boot_seconds": time.perf_counter() - started,
         }
         limits = Limits(budget, loaded.config.context_tokens)
+        identity = ModelIdentity(loaded.name, loaded.revision, dtype_word(dtype), layout.name)
         rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path))
         return cls(
             PagedDecoder(decoder, arena),
@@ -135,6 +146,7 @@ class Engine:
             about,
             _sharing_rule(config.prefix_sharing, shape, rates),
             _retention(config.retention, arena.pages, shape, budget),
+            None if store is None else Memory(store, identity),
         )
 
     def run(self, calls: tuple[AICall, ...], feed: Feed, control: RunControl) -> dict[str, Any]:
@@ -163,24 +175,26 @@ class Engine:
             self.sharing,
             self.retention,
             self._means,
+            self.memory,
         )
         run.run()
-        stats, about = run.stats, self.describe()
+        stats, intake, about = run.stats, run.intake, self.describe()
         return about | {
             "tokens": run.scheduler.ledger.as_dict(),
             "passes": run.scheduler.num_passes,
-            "documents": stats.num_documents,
-            "requests": stats.num_requests,
-            "truncated": stats.num_truncated,
+            "documents": intake.num_documents,
+            "requests": intake.num_requests,
+            "answers": asdict(run.recall.counts),
+            "truncated": intake.num_truncated,
             "calibration_tokens": stats.num_calibration_tokens,
-            "errors": stats.errors,
+            "errors": run.failures.errors,
             "warnings": [*about.get("warnings", ()), *stats.warnings],
             "prefix_sharing": {
                 "planned_shared_tokens": sum(d.shared_tokens for d in stats.sharing if d.shares),
                 "decisions": [asdict(decision) for decision in stats.sharing],
             },
             "seconds": {
-                "tokenize": stats.tokenize_seconds,
+                "tokenize": intake.tokenize_seconds,
                 "forward": stats.forward_seconds,
                 "run": time.perf_counter() - started,
             },

@@ -47,6 +47,11 @@ class WordReadout:
         """The vocabulary rows wanted at each row that is read."""
         return (self.vocab_ids,)
 
+    @property
+    def meaning(self) -> bytes:
+        """Which answer each vocabulary row counts for."""
+        return self.groups.tobytes()
+
     def answers(self, logits: Sequence[Float32s]) -> Float32s:
         """One (r, n) array of logits to (r, 2): the greatest of each answer; NaN stays NaN."""
         starts = np.searchsorted(self.groups, np.arange(int(self.groups[-1]) + 1))
@@ -64,6 +69,11 @@ class LabelReadout:
     def wanted(self) -> tuple[Int64s, ...]:
         """The vocabulary rows wanted at each row that is read."""
         return self.tree.children
+
+    @property
+    def meaning(self) -> bytes:
+        """Which of the rows read make up each label: labels in another order are other answers."""
+        return repr(self.tree.paths).encode()
 
     def answers(self, logits: Sequence[Float32s]) -> Float32s:
         """(r, children) logits of each node to (r, labels) log-probabilities."""

@@ -42,7 +42,7 @@ def booted(monkeypatch: pytest.MonkeyPatch) -> list[Model]:
     """The models that are loaded."""
     found: list[Model] = []
 
-    def boot(config: EngineConfig, progress: Any = None) -> Model:
+    def boot(config: EngineConfig, progress: Any = None, store: Any = None) -> Model:
         found.append(Model(config))
         return found[-1]
 
@@ -105,7 +105,7 @@ def test_the_choice_of_rows_follows_the_seed(data: str) -> None:
 
 
 def test_a_model_without_a_chat_template(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def boot(config: EngineConfig, progress: Any = None) -> Model:
+    def boot(config: EngineConfig, progress: Any = None, store: Any = None) -> Model:
         if config.layout == "chat":
             raise PlanError("layout = 'chat', but the model has no chat template")
         return Model(config)

@@ -67,7 +67,7 @@ def _in_a_copy_of_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quail.frames, "_shared", [])
-    monkeypatch.setattr(Engine, "boot", lambda config, progress=None: Stub())
+    monkeypatch.setattr(Engine, "boot", lambda config, progress=None, store=None: Stub())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

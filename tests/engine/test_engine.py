@@ -194,7 +194,7 @@ def test_truncation_cuts_documents_never_questions_and_is_counted(tiny):
                 cut = text[: room - len(tiny.prefix(""))] if len(tiny.prefix(text)) > room else text
                 expected[d, q] = tiny.oracle_answer(CALLS[q], cut)
         assert_equal_answers(run, expected)
-        assert run.stats.num_truncated == 5
+        assert run.intake.num_truncated == 5
 
 
 def test_a_question_longer_than_the_context_is_refused(tiny):
@@ -207,7 +207,7 @@ def test_a_megabyte_of_dashes_is_refused_quickly(tiny):
     with pytest.raises(RowError, match="t row 1: its prompt of more than"):
         tiny.run(CALLS[:1], ChainFeed(["a", "-" * 1_000_000], 1))
     run = tiny.run(CALLS[:1], ChainFeed(["-" * 1_000_000], 1), control=RunControl(on_long="truncate"))
-    assert run.stats.num_truncated == 1
+    assert run.intake.num_truncated == 1
     assert time.perf_counter() - started < 20
 
 
@@ -237,7 +237,7 @@ def test_rows_that_fail_become_null_and_are_listed(tiny):
     run = tiny.run(CALLS[:2], feed, control=RunControl(on_error="null"))
     assert [feed.answers[0][row] is None for row in range(5)] == [False, True, False, True, False]
     assert sorted(feed.answers[1]) == [0, 2, 4]
-    assert [error["row"] for error in run.stats.errors] == ["t row 1", "t row 3"]
+    assert [error["row"] for error in run.failures.errors] == ["t row 1", "t row 3"]
 
 
 def test_an_arena_too_small_for_one_row_fails_that_row_alone(tiny):
@@ -245,7 +245,7 @@ def test_an_arena_too_small_for_one_row_fails_that_row_alone(tiny):
     feed = ChainFeed(texts, 2)
     run = tiny.run(CALLS[:2], feed, budget=64, pages=8, control=RunControl(on_error="null"))
     assert [row for row, value in feed.answers[0].items() if value is None] == [0]
-    (error,) = run.stats.errors
+    (error,) = run.failures.errors
     assert "200 tokens need 13 KV pages" in error["reason"]
     assert "arena has 8" in error["reason"]
 

@@ -80,12 +80,12 @@ def test_a_pair_too_long_only_jointly(engine):
     feed = PairFeed(left, right, (call,))
     run = engine.run((call,), feed, pages=200, control=RunControl(on_error="null"))
     assert [pair for pair, value in feed.values.items() if value is None] == [(0, 1, 2)]
-    assert str(room) in run.stats.errors[0]["reason"]
+    assert str(room) in run.failures.errors[0]["reason"]
     with pytest.raises(RowError, match=rf"prompt of {room + 1} tokens .* context of {room}"):
         engine.run((call,), PairFeed(left, right, (call,)), pages=200)
     feed = PairFeed(left, right, (call,))
     run = engine.run((call,), feed, pages=200, control=RunControl(on_long="truncate"))
-    assert run.stats.num_truncated == 1
+    assert run.intake.num_truncated == 1
     expected = expected_of(engine, PairFeed(left, right[:2], (call,)))
     names = {(a, p): key for key, (_, a, p) in enumerate(feed.pairs)}
     for (key, _), oracle in expected.items():
@@ -101,7 +101,7 @@ def test_a_partner_that_leaves_its_anchor_no_room_is_cut_too(engine):
     left, right = ["a", "1" * room], ["2" * (2 * room)]
     feed = PairFeed(left, right, (call,))
     run = engine.run((call,), feed, pages=200, control=RunControl(on_long="truncate"))
-    assert run.stats.num_truncated == 3
+    assert run.intake.num_truncated == 3
     partner = right[0][: room // 2]
     for key, anchor in enumerate(("a", left[1][: room - room // 2])):
         oracle = engine.oracle_answer(call, anchor, partner)

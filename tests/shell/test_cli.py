@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[byt
             pass
 
     stub = ClosableStub(lambda call, arguments: "good" in arguments[0])
-    monkeypatch.setattr(Engine, "boot", lambda config, progress=None: stub)
+    monkeypatch.setattr(Engine, "boot", lambda config, progress=None, store=None: stub)
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["quail", *arguments])
@@ -162,7 +162,7 @@ def test_a_failed_run_leaves_no_output(run: Run, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_is_130(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: Any, progress: Any = None) -> Any:
+    def interrupted(config: Any, progress: Any = None, store: Any = None) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "boot", interrupted)

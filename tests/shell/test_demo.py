@@ -18,7 +18,7 @@ def test_the_demo_prints_plan_rows_score_and_ledger(
             pass
 
     stub = Stub(lambda call, arguments: len(arguments[0]) % 2 == 0)
-    monkeypatch.setattr(Engine, "boot", lambda config, progress=None: stub)
+    monkeypatch.setattr(Engine, "boot", lambda config, progress=None, store=None: stub)
     run_demo(quail.EngineConfig(), num_reviews=40)
     out = capsys.readouterr().out
     for question in QUESTIONS:

@@ -1,0 +1,205 @@
+"""Questions in: their texts become token ids, and those whose prompts fit become requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from quail.errors import PlanError
+from quail.execution.asks import Asks
+from quail.execution.documents import DocumentEncoder, PrefixIds
+from quail.execution.failures import Failures
+from quail.execution.requests import Document, Request
+from quail.execution.scheduler import Scheduler
+from quail.execution.stages import Int32s, Pieces, Stage
+from quail.models.tokenizer import Tokenizer
+
+MOST_PARTNERS = 2**16
+"""Partners of joins whose token ids are kept at hand."""
+
+
+class Intake:
+    """Makes requests of questions.
+
+    Args:
+        stages: of the run; `Asks.call` indexes them.
+        scheduler: is told of new documents.
+        tokenizer: the model's.
+        pieces: the fixed ids of the prompt layout.
+        context_tokens: longest prompt of the model.
+        truncates: whether a document that is too long is cut; otherwise it fails.
+        failures: told of prompts that do not fit.
+
+    Attributes:
+        encoder: of documents and partners.
+        tokenize_seconds: time taken by it.
+        num_documents: documents met so far.
+        num_requests: questions met so far.
+        num_truncated: prompts that were cut.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        pieces: Pieces,
+        *,
+        context_tokens: int,
+        truncates: bool,
+        failures: Failures,
+    ) -> None:
+        self.encoder = DocumentEncoder(tokenizer, pieces, context_tokens)
+        self.tokenize_seconds = 0.0
+        self.num_documents = self.num_requests = self.num_truncated = 0
+        self._stages, self._scheduler, self._failures = stages, scheduler, failures
+        self._context_tokens, self._truncates = context_tokens, truncates
+        self._num_label_tokens = len(pieces.prefix)
+        self._overlong: dict[int, PrefixIds] = {}
+        self._partners: dict[int, PrefixIds] = {}
+        self._last_cut = 0
+
+    def is_overlong(self, document: Document) -> bool:
+        """Whether a document alone is as long as the model's context."""
+        return document.handle in self._overlong
+
+    def forget(self, handles: Iterable[int]) -> None:
+        """Documents that no later question reads."""
+        for handle in handles if self._overlong else ():
+            self._overlong.pop(handle, None)
+
+    def requests(self, asks: Asks) -> list[Request]:
+        """The requests of some questions; those whose prompts do not fit are failed."""
+        self._add_documents(asks)
+        stage = self._stages[asks.call]
+        suffixes = self._suffixes(asks, stage)
+        document_and_suffix_tokens = self._context_tokens - stage.num_fixed_tokens + len(stage.tail)
+        branches = stage.branches
+        keys, follows = asks.keys.tolist(), asks.may_follow.tolist()
+        self.num_requests += len(keys)
+        found = []
+        for place, handle in enumerate(asks.documents.tolist()):
+            document = self._scheduler.document(handle)
+            assert document is not None
+            document.keep = follows[place]
+            room = document_and_suffix_tokens - len(suffixes[place])
+            own_tokens = min(len(document.ids), max(0, room))
+            prefix_tokens = own_tokens + len(stage.frame)
+            request = Request(
+                document,
+                asks.call,
+                keys[place],
+                suffixes[place],
+                prefix_tokens,
+                stage.frame,
+                branches,
+            )
+            if self._fits(request, room):
+                found.append(self._cut_for_frame(request, own_tokens))
+        return found
+
+    def _suffixes(self, asks: Asks, stage: Stage) -> list[Int32s]:
+        """What stands behind each prefix: the stage's tail, behind a partner if there is one."""
+        if asks.partners is None:
+            return [stage.tail] * len(asks)
+        handles = asks.partners.tolist()
+        unknown = {handle: place for place, handle in enumerate(handles) if handle not in self._partners}
+        if unknown:
+            texts = asks.arguments[1 - stage.call.anchor].take(pa.array(unknown.values(), type=pa.int64()))
+            self._partners.update(zip(unknown, self._tokenize(texts, partner=True), strict=True))
+        found = [np.concatenate([self._partner_ids(handle, stage), stage.tail]) for handle in handles]
+        while len(self._partners) > MOST_PARTNERS:
+            self._partners.pop(next(iter(self._partners)))
+        return found
+
+    def _partner_ids(self, handle: int, stage: Stage) -> Int32s:
+        """Ids of a partner; where documents may be cut, one that leaves no room for its anchor gets half."""
+        ids = self._partners[handle].ids
+        room = self._context_tokens - stage.num_fixed_tokens - self._num_label_tokens
+        if not self._truncates or len(ids) < room:
+            return ids
+        self.num_truncated += 1
+        return ids[: room // 2]
+
+    def _tokenize(self, texts: pa.Array, *, partner: bool = False) -> list[PrefixIds]:
+        started = time.perf_counter()
+        found = self.encoder.encode_partners(texts) if partner else self.encoder.encode(texts)
+        self.tokenize_seconds += time.perf_counter() - started
+        return found
+
+    def _cut_for_frame(self, request: Request, own_tokens: int) -> Request:
+        """A frame stands right behind its document: a document cut for one request is a document of its
+        own.
+        """
+        document = request.document
+        if not len(request.frame) or own_tokens == len(document.ids):
+            return request
+        self._last_cut -= 1
+        cut = Document(self._last_cut, document.ids[:own_tokens], name=document.name)
+        self._scheduler.add(cut)
+        return replace(request, document=cut)
+
+    def _add_documents(self, asks: Asks) -> None:
+        """Tokenizes the documents that the scheduler does not know."""
+        first: dict[int, int] = {}
+        for place, handle in enumerate(asks.documents.tolist()):
+            if self._scheduler.document(handle) is None:
+                first.setdefault(handle, place)
+        if not first:
+            return
+        anchor = self._stages[asks.call].call.anchor
+        texts = asks.arguments[anchor].take(pa.array(first.values(), type=pa.int64()))
+        for (handle, place), prefix in zip(first.items(), self._tokenize(texts), strict=True):
+            self._scheduler.add(Document(handle, prefix.ids, name=_row_name(asks, place)))
+            if prefix.num_tokens >= self._context_tokens:
+                self._overlong[handle] = prefix
+            self.num_documents += 1
+
+    def _fits(self, request: Request, room: int) -> bool:
+        """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
+        document = request.document
+        overlong = self._overlong.get(document.handle)
+        num_tokens = len(document.ids) if overlong is None else overlong.num_tokens
+        if num_tokens <= room:
+            return True
+        if self._truncates:
+            self.num_truncated += 1
+            return True
+        exactly = "" if overlong is None or overlong.is_exact else "more than "
+        num_question = len(request.frame) + request.num_own_tokens
+        self._failures.note(
+            request,
+            f"its prompt of {exactly}{num_tokens + num_question} tokens ({exactly}{num_tokens} of document, "
+            f"{num_question} of question) exceeds the model's context of {self._context_tokens}",
+            hint="run(on_long='truncate') cuts such documents, never questions, and counts them",
+        )
+        return False
+
+
+def check_question(stage: Stage, pieces: Pieces, *, context_tokens: int, token_budget: int) -> None:
+    """Refuses a question that leaves no room for a document, or whose labels do not fit one pass.
+
+    Raises:
+        PlanError: with the numbers.
+    """
+    num_fixed, num_branch = stage.num_fixed_tokens, stage.num_own_tokens - len(stage.tail)
+    if len(pieces.prefix) + num_fixed >= context_tokens:
+        raise PlanError(
+            f"a question of {num_fixed} tokens leaves no room for a document in the model's context of "
+            f"{context_tokens} tokens: {stage.call.text}",
+            hint="shorten the question; questions are never cut",
+        )
+    if num_branch >= token_budget:
+        raise PlanError(
+            f"its {len(stage.call.categories)} labels take {num_branch} tokens in one pass, the token budget "
+            f"is {token_budget}: {stage.call.text}",
+            hint=f"set token_budget to at least {num_branch + 1}, or shorten the labels",
+        )
+
+
+def _row_name(asks: Asks, place: int) -> str:
+    return f"{asks.table or 'document'} row {int(asks.rows[place])}"
