@@ -30,7 +30,6 @@ from quail.sources.catalog import Catalog, SourceInfo
 if TYPE_CHECKING:
     from quail.answers.store import AnswerStore
     from quail.execution.kept_anchors import KeptAnchors
-    from quail.execution.relational import RelationalRun
     from quail.frontend.builder import Docs
     from quail.plan.statement import BoundStatement
     from quail.planner.anchors import TokenCounter
