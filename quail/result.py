@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from quail.errors import QuailError
+from quail.execution.ask_order import in_words
 from quail.rendering import box, html_table, iterate
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class Report(Mapping[str, Any]):
             thrown away.
         stages: one mapping a call: `text`, `evaluated`, `passed`, `selectivity` (observed), `null`,
             `deduplicated`.
+        order: one mapping for each WHERE with several AI conditions that were asked row by row: `planned` and
+            `calls` (indices of the stages: as planned, and as they were asked at the end), `pilot_rows` (rows
+            drawn across the table to observe selectivities first), `revisions` (how often the order changed).
         passes: forward passes through the model.
         memory: sizes in bytes and counts of pages, among them `peak_resident_bytes` of the process.
         model: its name, or None where no model was asked.
@@ -58,6 +62,7 @@ class Report(Mapping[str, Any]):
     seconds: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_COUNTS, 0))
     stages: tuple[Mapping[str, Any], ...] = ()
+    order: tuple[Mapping[str, Any], ...] = ()
     passes: int = 0
     memory: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
@@ -81,6 +86,7 @@ class Report(Mapping[str, Any]):
             seconds=_sums([report.seconds for report in reports]),
             tokens={name: int(each) for name, each in _sums([report.tokens for report in reports]).items()},
             stages=tuple(stage for report in reports for stage in report.stages),
+            order=tuple(_orders(reports)),
             passes=sum(report.passes for report in reports),
             memory=asked[-1].memory,
             model=asked[-1].model,
@@ -110,7 +116,13 @@ class Report(Mapping[str, Any]):
 
     def __str__(self) -> str:
         return "\n".join(
-            [self._headline(), *self._stage_lines(), *self._token_lines(), *self._trouble_lines()]
+            [
+                self._headline(),
+                *self._stage_lines(),
+                *(f"  order: {in_words(order)}" for order in self.order),
+                *self._token_lines(),
+                *self._trouble_lines(),
+            ]
         )
 
     def _headline(self) -> str:
@@ -168,6 +180,15 @@ class Report(Mapping[str, Any]):
 def _sums(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in counts for name in each)
     return {name: sum(each.get(name, 0) for each in counts) for name in names}
+
+
+def _orders(reports: Sequence[Report]) -> Iterator[Mapping[str, Any]]:
+    """The orders of several runs, their calls numbered on over the stages of all."""
+    start = 0
+    for report in reports:
+        for order in report.order:
+            yield {**order, **{name: [start + call for call in order[name]] for name in ("planned", "calls")}}
+        start += len(report.stages)
 
 
 class QueryResult:

@@ -30,6 +30,7 @@ from quail.sources.catalog import Catalog, SourceInfo
 if TYPE_CHECKING:
     from quail.answers.store import AnswerStore
     from quail.execution.kept_anchors import KeptAnchors
+    from quail.execution.relational import RelationalRun
     from quail.frontend.builder import Docs
     from quail.plan.statement import BoundStatement
     from quail.planner.anchors import TokenCounter
@@ -381,9 +382,7 @@ class Query:
             table = run.result()
             seconds |= part.get("seconds", {})
             seconds["total"] = self._bind_seconds + time.perf_counter() - started
-            return QueryResult(
-                table, _report(table, run.stages(), part, answerer, seconds, self._bound.warnings)
-            )
+            return QueryResult(table, _report(table, run, part, answerer, seconds, self._bound.warnings))
         finally:
             run.close()
 
@@ -453,17 +452,19 @@ def _check_ratio(ratio: object, on_error: str) -> None:
 
 def _report(
     table: pa.Table,
-    stages: Sequence[Mapping[str, Any]],
+    run: RelationalRun,
     part: Mapping[str, Any],
     answerer: Answerer | None,
     seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> Report:
     about: dict[str, Any] = getattr(answerer, "describe", dict)()
+    stages = run.stages()
     return Report(
         seconds=dict(seconds),
         tokens=dict.fromkeys(TOKEN_COUNTS, 0) | dict(part.get("tokens", {})),
         stages=tuple(stages),
+        order=tuple(run.orders()),
         passes=int(part.get("passes", 0)),
         memory=dict(part.get("memory", {})),
         model=about.get("model"),

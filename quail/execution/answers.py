@@ -24,6 +24,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 _HALF = np.int64(32)
 _MAX_TEXTS = 2**31
+_FEW = 64
+_BYTES_PER_TOKEN = 4
 
 
 class NumberIndex:
@@ -118,6 +120,13 @@ class Texts:
             return chunk.take(pa.array(local)).cast(pa.string())
         taken = pa.chunked_array(self._chunks).take(pa.array(handles)).combine_chunks()
         return (taken.chunk(0) if isinstance(taken, pa.ChunkedArray) else taken).cast(pa.string())
+
+    def mean_tokens(self, handles: npt.NDArray[np.integer]) -> float:
+        """Tokens of one of some texts (-1: no text) on average, estimated from the bytes of a few."""
+        present = handles[handles >= 0].astype(np.int64)
+        some = self.take(present[:: 1 + len(present) // _FEW])
+        sizes = pc.binary_length(some).to_numpy(zero_copy_only=False)
+        return float(sizes.mean()) / _BYTES_PER_TOKEN if len(sizes) else 0.0
 
 
 @dataclass(frozen=True)
@@ -311,8 +320,15 @@ def distinct(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     return ordered[is_first]
 
 
+def first_places(values: Int64s) -> Int64s:
+    """Positions at which values stand first, ascending.
+
+    >>> first_places(np.array([7, 3, 7, 5]))
+    array([0, 1, 3])
+    """
+    return _number_in_order(values)[0] if len(values) else np.zeros(0, dtype=np.int64)
+
+
 def distinct_in_order(values: Int64s) -> Int64s:
     """The distinct values in the order in which they stand first."""
-    if len(values) < 2:
-        return values
-    return values[_number_in_order(values)[0]]
+    return values[first_places(values)]

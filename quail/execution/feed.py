@@ -7,6 +7,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -14,10 +15,13 @@ import pyarrow as pa
 
 from quail.execution import reading
 from quail.execution.answers import CallAnswers, Texts, distinct
+from quail.execution.ask_order import AskOrder
 from quail.execution.asks import Asks, FollowUp, Int64s, RunControl
-from quail.execution.groups import Chain, Due, Filter, Group, Wave
+from quail.execution.chain import Chain
+from quail.execution.groups import Due, Group, Wave
 from quail.execution.pair_planning import AnchorChoice, KeptAnchor, PairPlanner
 from quail.execution.pairs import FirstMatch, Stream, counts_of, last_of_anchor, places_in_group
+from quail.execution.pilot import Filter
 from quail.execution.reading import CandidateReader, Candidates
 from quail.plan import syntax
 from quail.plan.logical import AICall
@@ -27,6 +31,8 @@ from quail.plan.syntax import Node
 from quail.planner.anchors import TokenCounter
 from quail.planner.ask_groups import AskGroup, plan_groups
 from quail.planner.candidates import CandidatePlanner
+from quail.planner.filter_order import call_cost, selectivity
+from quail.planner.observed_order import FilterWork, OrderWork
 from quail.planner.optimize import optimize
 
 
@@ -68,6 +74,8 @@ class RunFeed:
         self._reader = CandidateReader(cursor, names.in_run, texts)
         self._pairs = PairPlanner(bound.calls, texts, counter, control.order, kept_anchor)
         self._exists_wave = control.exists_wave
+        self._keeps_order = control.order == "as_written"
+        self._orders: list[tuple[AskGroup, AskOrder]] = []
         blocks = optimize(bound, control.order)
         self._planner = CandidatePlanner(bound, blocks, control.order, self._binds)
         self._pending = plan_groups(bound, self._planner)
@@ -128,6 +136,10 @@ class RunFeed:
         """Rows that needed a call, and rows of those in which an argument was NULL."""
         return int(self._evaluations[call, 0]), int(self._evaluations[call, 1])
 
+    def orders(self) -> list[dict[str, Any]]:
+        """How the filters and joins of each WHERE with several of them were ordered, for the report."""
+        return [order.report([site.call for site in planned.sites]) for planned, order in self._orders]
+
     # Groups
 
     def _settle(self) -> None:
@@ -153,7 +165,8 @@ class RunFeed:
     def _start(self, planned: AskGroup) -> tuple[AskGroup, Group]:
         if planned.is_paired:
             return self._start_pairs(planned)
-        return planned, self._group(planned, self._reader.read(planned.query), planned.row_limit)
+        candidates = self._reader.read(planned.query)
+        return planned, self._group(planned, self._order(planned, candidates), candidates, planned.row_limit)
 
     def _start_pairs(self, planned: AskGroup) -> tuple[AskGroup, Group]:
         """A group about pairs: they are looked at a part at a time, those of an anchor one after another."""
@@ -165,16 +178,17 @@ class RunFeed:
             if first is not None:
                 planned = self._pairs.plan(planned, first)
             parts = itertools.chain([] if first is None else [first], windows)
-            make = functools.partial(self._group, planned)
+            make = functools.partial(self._group, planned, self._order(planned, first))
             return planned, Stream(parts, make, planned.row_limit, lambda: None)
         candidates = self._reader.read_pairs(planned.query)
         planned = self._pairs.plan(planned, candidates)
         if any(self._bound.call_of(site).options.calibrate == "batch" for site in planned.sites):
-            return planned, self._group(planned, candidates, None)
+            return planned, self._group(planned, self._order(planned, candidates), candidates, None)
         name = self._anchor_column(planned)
         blocks = candidates.by_anchor(name).blocks(name)
         is_one_part = len(candidates) <= reading.BLOCK_ROWS
-        make = functools.partial(self._group, planned, is_one_part=is_one_part)
+        order = self._order(planned, candidates)
+        make = functools.partial(self._group, planned, order, is_one_part=is_one_part)
         forgets = [] if is_one_part or not planned.is_chain else self._forgettable(planned, name)
 
         def settled() -> None:
@@ -201,23 +215,65 @@ class RunFeed:
         )
 
     def _group(
-        self, planned: AskGroup, candidates: Candidates, row_limit: int | None, *, is_one_part: bool = True
+        self,
+        planned: AskGroup,
+        order: AskOrder,
+        candidates: Candidates,
+        row_limit: int | None,
+        *,
+        is_one_part: bool = True,
     ) -> Group:
+        stages = range(len(planned.sites))
+        columns = [self._document_column(planned, stage) for stage in stages]
         filters = []
-        for site, names in zip(planned.sites, planned.columns, strict=True):
+        for stage, (site, names) in enumerate(zip(planned.sites, planned.columns, strict=True)):
             keys = self._register(site, candidates, names)
-            filters.append(Filter(site.call, keys, 0 if planned.is_negated(site) else 1))
+            passing = 0 if planned.is_negated(site) else 1
+            others = tuple(o for o in stages if o != stage and columns[o] == columns[stage])
+            filters.append(Filter(site.call, keys, passing, others, is_paired=len(names) == 2))
         if not planned.is_chain:
             call = filters[0].call
             releases = not self._is_read_later(planned, 0)
             anchor = self._pairs.calls[call].anchor
             return Wave(call, self._answers[call], filters[0].keys, releases=releases, anchor=anchor)
+        kept = self._kept_columns(planned, is_one_part=is_one_part)
         return Chain(
             self._answers,
             filters,
+            order,
             row_limit,
-            [candidates.documents[name] for name in self._kept_columns(planned, is_one_part=is_one_part)],
-            keeps_passed=self._is_read_later(planned, len(planned.sites) - 1),
+            [candidates.documents[name] for name in kept],
+            keeps_passed=any(
+                columns[stage] in kept and self._is_read_later(planned, stage) for stage in stages
+            ),
+        )
+
+    def _order(self, planned: AskGroup, candidates: Candidates | None) -> AskOrder:
+        """The order of a group's questions, as planned or as observed."""
+        sites = planned.sites
+        calls = [self._pairs.calls[site.call] for site in sites]
+        hints = [
+            None if call.options.selectivity is None else selectivity(site.place.root, self._bound.calls)
+            for site, call in zip(sites, calls, strict=True)
+        ]
+        work = None
+        if planned.is_chain and candidates is not None and not self._keeps_order:
+            work = self._work(planned, candidates)
+        order = AskOrder(len(sites), hints, work)
+        if planned.is_chain and len(sites) > 1:
+            self._orders.append((planned, order))
+        return order
+
+    def _work(self, planned: AskGroup, candidates: Candidates) -> OrderWork | None:
+        """What it takes to ask the questions of a chain in some order."""
+        if planned.is_paired:
+            return self._pairs.works.get(planned.sites[0].place.block)
+        columns = [names[0] for names in planned.columns]
+        lengths = {name: self._texts.mean_tokens(candidates.documents[name]) for name in set(columns)}
+        return FilterWork(
+            tuple(call_cost(self._bound.call_of(site)) for site in planned.sites),
+            tuple(columns.index(name) for name in columns),
+            tuple(lengths[name] for name in columns),
         )
 
     def _kept_columns(self, planned: AskGroup, *, is_one_part: bool) -> list[str]:
@@ -227,7 +283,7 @@ class RunFeed:
             return []
         columns = [self._document_column(planned, stage) for stage in stages]
         if not planned.is_paired:
-            return columns[:1] if len(set(columns)) == 1 else []
+            return columns if len(columns) == 1 else sorted({n for n in columns if columns.count(n) > 1})
         if not is_one_part:
             return [self._anchor_column(planned)]
         paired = {columns[stage] for stage in stages if len(planned.columns[stage]) == 2}
@@ -287,16 +343,18 @@ class RunFeed:
 
     def _asks(self, planned: AskGroup, group: Group, due: Due) -> Asks | None:
         answers = self._answers[due.call]
-        keys = due.keys[~answers.asked[due.keys]]
+        is_new = ~answers.asked[due.keys]
+        keys = due.keys[is_new]
         if not len(keys):
             return None
         answers.asked[keys] = True
         handles = answers.handles[keys]
-        stage = due.stage if planned.is_chain else 0
         anchor = self._pairs.calls[due.call].anchor
         documents = handles[:, anchor]
         is_paired = handles.shape[1] == 2
-        follows = np.full(len(keys), self._is_followed(planned, stage))
+        follows = np.full(len(keys), self._is_read_later(planned, due.place))
+        if due.may_follow is not None:
+            follows |= due.may_follow[is_new]
         if is_paired:
             follows |= ~last_of_anchor(documents) | (group.num_uses(documents) > counts_of(documents))
         return Asks(
@@ -306,16 +364,9 @@ class RunFeed:
             documents,
             follows,
             answers.rows[keys],
-            self._planner.blocks[planned.sites[stage].place.block].table,
+            self._planner.blocks[planned.sites[due.place].place.block].table,
             handles[:, 1 - anchor] if is_paired else None,
         )
-
-    def _is_followed(self, planned: AskGroup, stage: int) -> bool:
-        """Whether a later stage or group may read the documents of a stage."""
-        document = planned.signatures[stage][self._pairs.calls[planned.sites[stage].call].anchor]
-        later = range(stage + 1, len(planned.sites))
-        is_in_chain = any(document in self._documents_read(planned, place) for place in later)
-        return is_in_chain or self._is_read_later(planned, stage)
 
     def _binds(self, node: Node) -> bool:
         try:

@@ -25,6 +25,7 @@ from quail.planner.join_order import (
     Relation,
     order_joins,
 )
+from quail.planner.observed_order import JoinWork
 
 KeptAnchor = Callable[[AICall], int | None]
 
@@ -64,6 +65,7 @@ class PairPlanner:
     Attributes:
         choices: the anchors chosen so far, by call.
         plans: the orders of filters and joins that stand together, by block.
+        works: what other orders of them would take, by block.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class PairPlanner:
         self.calls = list(calls)
         self.choices: dict[int, AnchorChoice] = {}
         self.plans: dict[int, JoinPlan] = {}
+        self.works: dict[int, JoinWork] = {}
         self._texts, self._counter, self._order = texts, counter, order
         self._tokens: Int64s = np.zeros(0, dtype=np.int64)
         for call in calls:
@@ -199,7 +202,19 @@ class PairPlanner:
             call_index = group.sites[step.operator].call
             if step.anchor is not None and call_index not in self.choices:
                 self._fix(AnchorChoice(call_index, step.anchor, "less work in this order"))
-        return group.reordered([step.operator for step in plan.steps])
+        sequence = [step.operator for step in plan.steps]
+        self.works[group.sites[0].place.block] = self._work(query, group, sequence)
+        return group.reordered(sequence)
+
+    def _work(self, query: JoinQuery, group: AskGroup, sequence: Sequence[int]) -> JoinWork:
+        """What the operators take in other orders; their anchors stay."""
+        operators = [
+            replace(operator, anchors=self.anchors(group.sites[place].call))
+            if isinstance(operator := query.operators[place], JoinOperator)
+            else operator
+            for place in sequence
+        ]
+        return JoinWork(replace(query, operators=tuple(operators)), self._counter.cost)
 
     @staticmethod
     def _homes(

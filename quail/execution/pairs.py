@@ -8,7 +8,8 @@ import numpy as np
 
 from quail.execution.answers import CallAnswers, distinct, distinct_in_order, ranks_in_order
 from quail.execution.asks import Bools, Int64s
-from quail.execution.groups import Chain, Due, Group, Inverse, Queue
+from quail.execution.chain import Chain
+from quail.execution.groups import Due, Group, Inverse, Queue
 from quail.execution.reading import Candidates
 
 MakeGroup = Callable[[Candidates, int | None], Group]

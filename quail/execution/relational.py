@@ -126,6 +126,10 @@ class RelationalRun:
         """For each call its text and how many rows needed it, were asked, passed, were NULL, repeated."""
         return [self._stage_report(index) for index in range(len(self._bound.calls))]
 
+    def orders(self) -> list[dict[str, Any]]:
+        """How the filters and joins of each WHERE with several of them were ordered."""
+        return self._feed.orders()
+
     def interrupt(self) -> None:
         """Stops DuckDB's work for this run; may be called from another thread, and when it has ended."""
         with contextlib.suppress(duckdb.Error):

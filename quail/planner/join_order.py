@@ -173,7 +173,9 @@ class _State:
         )
 
 
-def order_joins(query: JoinQuery, cost: Cost, order: str = "auto") -> JoinPlan:
+def order_joins(
+    query: JoinQuery, cost: Cost, order: str = "auto", *, with_runner_up: bool = True
+) -> JoinPlan:
     """The cheapest left-deep plan of some filters and joins.
 
     A join reads a relation joined before it, as long as there is such a join left; filters run before,
@@ -183,13 +185,14 @@ def order_joins(query: JoinQuery, cost: Cost, order: str = "auto") -> JoinPlan:
         query: relations and operators.
         cost: of some work, linear in it: seconds by the roofline, or tokens.
         order: `as_written` keeps the order and chooses anchors only.
+        with_runner_up: whether to look for the second-best plan.
     """
     search = _Search(query, cost, as_written=order == "as_written")
     start = _State(0, tuple(relation.num_documents for relation in query.relations))
     best = search.best(start)
     assert best is not None, "every operator can be next once those before it are done"
-    runner_up = search.runner_up(start, best) if len(query.operators) <= MOST_RUNNER_UP_OPERATORS else None
-    return JoinPlan(best.steps, best.cost, runner_up)
+    is_sought = with_runner_up and len(query.operators) <= MOST_RUNNER_UP_OPERATORS
+    return JoinPlan(best.steps, best.cost, search.runner_up(start, best) if is_sought else None)
 
 
 class _Search:
