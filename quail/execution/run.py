@@ -188,7 +188,7 @@ class Run:
             self._measure_content_free()
             while not self.feed.done:
                 self._stop_if_cancelled()
-                self._refill()
+                took_any = self._refill()
                 planned = self.scheduler.next_pass()
                 if isinstance(planned, Failure):
                     self._fail(planned.request, planned.reason)
@@ -202,7 +202,7 @@ class Run:
                 elif self._delivery.holds_answers and not self.failures:
                     for follow_up in self._delivery.deliver_held():
                         self._follow(follow_up)
-                elif not self.feed.done:
+                elif not took_any and not self.feed.done:
                     assert self.failures, "the feed waits for answers although no question is left"
                 self._hand_over_failures()
             self.scheduler.finish()
@@ -218,20 +218,23 @@ class Run:
     # -- questions in
     # --------------------------------------------------------------------------------------------
 
-    def _refill(self) -> None:
-        """Takes fresh questions until they fill a pass.
+    def _refill(self) -> bool:
+        """Takes fresh questions until they fill a pass; returns whether there were any.
 
         Without sharing few more are taken, since a row limit may end the run at any answer; with sharing as
-        many as one sharing plan covers.
+        many as one sharing plan covers. Where the feed has none until others are answered, and all of those
+        are known already, what follows from them may be more.
         """
         shares = self.sharing is not None and not self.feed.row_limited
         wanted = SHARING_WINDOW_TOKENS if shares else self.limits.token_budget
         if self.scheduler.num_fresh_tokens >= self.limits.token_budget:
-            return
+            return False
+        num_batches = 0
         taken: list[Request] = []
         missing = wanted - self.scheduler.num_fresh_tokens
         while missing > 0 and (batches := self.feed.take(self._num_to_take(missing))):
             self._stop_if_cancelled()
+            num_batches += len(batches)
             for asks in batches:
                 requests = self._requests(asks)
                 missing -= self._note_taken(requests)
@@ -241,6 +244,7 @@ class Run:
                     self._submit(requests)
         self._submit(self._in_sharing_order(taken))
         self._follow(FollowUp())
+        return num_batches > 0
 
     def _requests(self, asks: Asks) -> list[Request]:
         """Requests of questions that the model must answer; known answers are handed over at once.
