@@ -46,8 +46,11 @@ def longest(engine: TinyEngine, call: AICall) -> int:
 
 @pytest.mark.parametrize(
     ("labels", "texts"),
-    [(["movie", "product", "restaurant"], TEXTS), (PREFIXES, TEXTS), (MANY, TEXTS[:1])],
-    ids=["three", "prefixes", "255"],
+    [
+        pytest.param(["movie", "product", "restaurant"], TEXTS, id="three"),
+        pytest.param(PREFIXES, TEXTS, id="prefixes"),
+        pytest.param(MANY, TEXTS[:1], id="255", marks=pytest.mark.slow),
+    ],
 )
 def test_tree_of_labels(engine, oracle, labels, texts):
     call = classify(0, labels, text=CUE)
@@ -69,7 +72,7 @@ def test_the_labels_here_have_one_to_twelve_tokens(engine):
     assert max(lengths) >= 12
 
 
-@pytest.mark.parametrize("num_labels", [2, 255])
+@pytest.mark.parametrize("num_labels", [2, pytest.param(255, marks=pytest.mark.slow)])
 def test_codes(engine, oracle, num_labels):
     """One code token a label: the softmax over the codes' tokens at the question's end."""
     call = classify(0, MANY[:num_labels], text=CUE)
