@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import sqlite3
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -189,3 +190,32 @@ def test_a_full_disk_is_an_error_that_keeps_the_answers_so_far(tmp_path):
     store.add([(FIRST, contents(5_000, start=100), logits(5_000))])
     assert len(list(store.rows())) == 5_010
     store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 160 KiB, where this process may mount one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this process may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_runs_full_keeps_every_batch_before(small_disk):
+    store = AnswerStore(small_disk / "answers")
+    num_batches = 0
+    with pytest.raises(StoreError, match="disk is full"):  # noqa: PT012
+        while num_batches < 1_000:
+            store.add([(FIRST, contents(50, start=50 * num_batches), logits(50, seed=num_batches))])
+            num_batches += 1
+    store.close()
+    assert num_batches
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    again = AnswerStore(small_disk / "answers")
+    assert again.check() == []
+    assert len(list(again.rows())) == 50 * num_batches
+    again.add([(FIRST, contents(1, start=10**6), logits(1))])
+    again.close()
