@@ -288,11 +288,16 @@ def layouts(
 @_Errors.reported
 def doctor(
     rates: Annotated[bool, typer.Option(help="Measure the device's rates, in a few seconds.")] = True,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure what explain reckons with anew, and keep it.")
+    ] = False,
 ) -> None:
     """Show versions, device, memory and rates: what a report of a problem should hold."""
-    from quail.doctor import print_doctor
+    from quail.doctor import measure_rates, print_doctor
 
     print_doctor(_config(), with_rates=rates)
+    if measure:
+        measure_rates(_config())
 
 
 def _config(**given: Any) -> EngineConfig:

@@ -35,6 +35,28 @@ def print_doctor(config: EngineConfig, *, with_rates: bool) -> None:
         print(f"{name}: {fact}")
 
 
+def measure_rates(config: EngineConfig) -> None:
+    """Measures the rates of the cost model anew, keeps them for later sessions and prints them."""
+    import torch
+
+    from quail.cost.device import rates_of
+    from quail.models.device import device_of, dtype_of, dtype_word
+
+    device = device_of(config.device)
+    dtype = dtype_of(config.dtype, device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    rates = rates_of(device, dtype, config.cache_path, again=True)
+    kept = "measured and kept" if device.type == "cpu" else "by a table"
+    figures = {
+        "matrix products": f"{rates.matmul_flops / 1e9:,.0f} GFLOP/s",
+        "attention": f"{rates.attention_flops / 1e9:,.0f} GFLOP/s",
+        "memory": f"{rates.memory_bytes / 1e9:,.1f} GB/s",
+    }
+    shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
+    print(f"rates of {device.type} in {dtype_word(dtype)}, {kept}: {shown}")
+
+
 def print_models(config: EngineConfig) -> None:
     """One line a known model."""
     for known in registry.list_models(config.cache_path):

@@ -182,6 +182,17 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     process.stderr.close()
 
 
+def test_doctor_measures_what_explain_reckons_with(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUAIL_CACHE_DIR", str(tmp_path))
+    assert "measured and kept: matrix products" in run("doctor", "--no-rates", "--measure")[1]
+    (kept,) = (tmp_path / "rates").glob("*.json")
+    before = kept.stat().st_mtime_ns
+    run("doctor", "--no-rates", "--measure")
+    assert kept.stat().st_mtime_ns > before
+
+
 def test_models_and_doctor(run: Run) -> None:
     code, out, err = run("models", "list")
     assert (code, err) == (0, "")
