@@ -76,7 +76,8 @@ class Intake:
         """The requests of some questions; those whose prompts do not fit are failed."""
         self._add_documents(asks)
         stage = self._stages[asks.call]
-        suffixes = self._suffixes(asks, stage)
+        partners = self._partners_of(asks, stage)
+        suffixes = self._suffixes(partners, stage) if partners else [stage.tail] * len(asks)
         document_and_suffix_tokens = self._context_tokens - stage.num_fixed_tokens + len(stage.tail)
         branches = stage.branches
         keys, follows = asks.keys.tolist(), asks.may_follow.tolist()
@@ -98,32 +99,38 @@ class Intake:
                 stage.frame,
                 branches,
             )
-            if self._fits(request, room):
+            if self._fits(request, room, partners[place] if partners else None):
                 found.append(self._cut_for_frame(request, own_tokens))
         return found
 
-    def _suffixes(self, asks: Asks, stage: Stage) -> list[Int32s]:
-        """What stands behind each prefix: the stage's tail, behind a partner if there is one."""
+    def _partners_of(self, asks: Asks, stage: Stage) -> list[PrefixIds]:
+        """The partner of each question about a pair; none of others."""
         if asks.partners is None:
-            return [stage.tail] * len(asks)
+            return []
         handles = asks.partners.tolist()
         unknown = {handle: place for place, handle in enumerate(handles) if handle not in self._partners}
         if unknown:
             texts = asks.arguments[1 - stage.call.anchor].take(pa.array(unknown.values(), type=pa.int64()))
             self._partners.update(zip(unknown, self._tokenize(texts, partner=True), strict=True))
-        found = [np.concatenate([self._partner_ids(handle, stage), stage.tail]) for handle in handles]
+        found = [self._partners[handle] for handle in handles]
         while len(self._partners) > MOST_PARTNERS:
             self._partners.pop(next(iter(self._partners)))
         return found
 
-    def _partner_ids(self, handle: int, stage: Stage) -> Int32s:
-        """Ids of a partner; where documents may be cut, one that leaves no room for its anchor gets half."""
-        ids = self._partners[handle].ids
+    def _suffixes(self, partners: Sequence[PrefixIds], stage: Stage) -> list[Int32s]:
+        """What stands behind each prefix: a partner and the stage's tail.
+
+        Where documents may be cut, a partner that leaves no room for its anchor gets half.
+        """
         room = self._context_tokens - stage.num_fixed_tokens - self._num_label_tokens
-        if not self._truncates or len(ids) < room:
-            return ids
-        self.num_truncated += 1
-        return ids[: room // 2]
+        found = []
+        for partner in partners:
+            ids = partner.ids
+            if self._truncates and len(ids) >= room:
+                self.num_truncated += 1
+                ids = ids[: room // 2]
+            found.append(np.concatenate([ids, stage.tail]))
+        return found
 
     def _tokenize(self, texts: pa.Array, *, partner: bool = False) -> list[PrefixIds]:
         started = time.perf_counter()
@@ -159,7 +166,7 @@ class Intake:
                 self._overlong[handle] = prefix
             self.num_documents += 1
 
-    def _fits(self, request: Request, room: int) -> bool:
+    def _fits(self, request: Request, room: int, partner: PrefixIds | None) -> bool:
         """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
         document = request.document
         overlong = self._overlong.get(document.handle)
@@ -169,12 +176,18 @@ class Intake:
         if self._truncates:
             self.num_truncated += 1
             return True
-        exactly = "" if overlong is None or overlong.is_exact else "more than "
+        is_exact = overlong is None or overlong.is_exact
+        parts = f"{_exactly(is_exact)}{num_tokens} of document, "
         num_question = len(request.frame) + request.num_own_tokens
+        if partner is not None:
+            num_question -= len(partner.ids)
+            num_tokens += partner.num_tokens
+            is_exact = is_exact and partner.is_exact
+            parts += f"{_exactly(partner.is_exact)}{partner.num_tokens} of second document, "
         self._failures.note(
             request,
-            f"its prompt of {exactly}{num_tokens + num_question} tokens ({exactly}{num_tokens} of document, "
-            f"{num_question} of question) exceeds the model's context of {self._context_tokens}",
+            f"its prompt of {_exactly(is_exact)}{num_tokens + num_question} tokens ({parts}{num_question} of "
+            f"question) exceeds the model's context of {self._context_tokens}",
             hint="run(on_long='truncate') cuts such documents, never questions, and counts them",
         )
         return False
@@ -201,5 +214,11 @@ def check_question(stage: Stage, pieces: Pieces, *, context_tokens: int, token_b
         )
 
 
+def _exactly(is_exact: bool) -> str:
+    return "" if is_exact else "more than "
+
+
 def _row_name(asks: Asks, place: int) -> str:
+    if asks.partners is not None and not asks.table:
+        return f"joined row {int(asks.rows[place])}"
     return f"{asks.table or 'document'} row {int(asks.rows[place])}"
