@@ -40,11 +40,14 @@ class Report(Mapping[str, Any]):
             `recomputed` is the part of `computed` that had been computed before and was lost; `wasted` was
             thrown away.
         stages: one mapping a call: `text`, `evaluated`, `passed`, `selectivity` (observed), `null`,
-            `deduplicated`.
+            `deduplicated`; `tokens`, its part of the ledger; `seconds`, its part of `forward` by its work.
         order: one mapping for each WHERE with several AI conditions that were asked row by row: `planned` and
             `calls` (indices of the stages: as planned, and as they were asked at the end), `pilot_rows` (rows
             drawn across the table to observe selectivities first), `revisions` (how often the order changed).
         passes: forward passes through the model.
+        speed_of_light: least time of the run's work (each token that was needed computed once, no time lost
+            on anything else) as a share of `seconds["run"]`, from 0 to 1; None where this device's rates are
+            not known: `quail doctor --measure` measures them.
         memory: sizes in bytes and counts of pages, among them `peak_resident_bytes` of the process.
         model: its name, or None where no model was asked.
         device: where it ran.
@@ -64,6 +67,7 @@ class Report(Mapping[str, Any]):
     stages: tuple[Mapping[str, Any], ...] = ()
     order: tuple[Mapping[str, Any], ...] = ()
     passes: int = 0
+    speed_of_light: float | None = None
     memory: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     device: str | None = None
@@ -88,6 +92,7 @@ class Report(Mapping[str, Any]):
             stages=tuple(stage for report in reports for stage in report.stages),
             order=tuple(_orders(reports)),
             passes=sum(report.passes for report in reports),
+            speed_of_light=_mean_speed(asked),
             memory=asked[-1].memory,
             model=asked[-1].model,
             device=asked[-1].device,
@@ -152,6 +157,8 @@ class Report(Mapping[str, Any]):
             return []
         run = self.seconds.get("run", 0.0)
         rate = f" | {counts['computed'] / run:,.0f} tokens/s" if run else ""
+        if self.speed_of_light is not None:
+            rate += f", {self.speed_of_light:.0%} of the speed of light"
         peak = self.memory.get("peak_resident_bytes")
         memory = f" | peak memory {peak / 2**30:.2f} GiB" if peak else ""
         return [
@@ -175,6 +182,15 @@ class Report(Mapping[str, Any]):
             first = self.errors[0]
             lines.append(f"  {len(self.errors):,} rows failed, the first {first['row']}: {first['reason']}")
         return lines
+
+
+def _mean_speed(reports: Sequence[Report]) -> float | None:
+    """The speed of light of several runs together."""
+    parts = [(report.speed_of_light, report.seconds.get("run", 0.0)) for report in reports]
+    total = sum(seconds for _, seconds in parts)
+    if not total or any(speed is None for speed, seconds in parts if seconds):
+        return None
+    return sum((speed or 0.0) * seconds for speed, seconds in parts) / total
 
 
 def _sums(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -246,8 +262,11 @@ class QueryResult:
         return int(self._table.num_rows)
 
     def show(self, max_rows: int = 20) -> None:
-        """Prints the first rows in a box."""
+        """Prints the first rows in a box, and how near the run came to the speed of light, if known."""
         text = box(self._table, max_rows=max_rows)
+        speed = self.report.speed_of_light
+        if speed is not None:
+            text += f"\n{self.report.seconds.get('run', 0.0):.2f} s, {speed:.0%} of the speed of light"
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding))
 

@@ -230,7 +230,7 @@ class Query:
             analyze: run the statement too, and show what was done beside what was planned. Otherwise the
                 model is not asked and nothing is written.
         """
-        from quail.plan.explain import explain
+        from quail.explain import explain
 
         check_choice("format", format, ("text", "json"))
         check_choice("order", order, ORDERS)
@@ -460,12 +460,14 @@ def _report(
 ) -> Report:
     about: dict[str, Any] = getattr(answerer, "describe", dict)()
     stages = run.stages()
+    calls: Sequence[Mapping[str, Any]] = part.get("calls") or [{} for _ in stages]
     return Report(
         seconds=dict(seconds),
         tokens=dict.fromkeys(TOKEN_COUNTS, 0) | dict(part.get("tokens", {})),
-        stages=tuple(stages),
+        stages=tuple({**stage, **extra} for stage, extra in zip(stages, calls, strict=True)),
         order=tuple(run.orders()),
         passes=int(part.get("passes", 0)),
+        speed_of_light=part.get("speed_of_light"),
         memory=dict(part.get("memory", {})),
         model=about.get("model"),
         device=about.get("device"),

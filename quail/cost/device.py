@@ -43,18 +43,38 @@ def rates_of(
     import torch
 
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return next((rates for key, rates in GPU_RATES.items() if key in name), GPU_RATES["A100"])
-    threads = torch.get_num_threads()
-    path = cache_dir / "rates" / f"{_processor()}-{threads}-{str(dtype).removeprefix('torch.')}.json"
-    kept = None if again else _read(path)
+        return _gpu_rates(torch.cuda.get_device_name(device)) or GPU_RATES["A100"]
+    kept = None if again else _read(_kept_at(cache_dir, dtype))
     if kept is not None:
         return kept
     if not measure:
         return ASSUMED
     rates = measure_cpu(dtype)
-    _write(path, rates)
+    _write(_kept_at(cache_dir, dtype), rates)
     return rates
+
+
+def known_rates(device: torch.device, dtype: torch.dtype, cache_dir: Path) -> Rates | None:
+    """Rates of a device that are known: from the table in bfloat16, or measured before. Measures nothing."""
+    import torch
+
+    if device.type == "cuda":
+        return _gpu_rates(torch.cuda.get_device_name(device)) if dtype == torch.bfloat16 else None
+    return _read(_kept_at(cache_dir, dtype)) if device.type == "cpu" else None
+
+
+def _gpu_rates(name: str) -> Rates | None:
+    """Rates of a GPU; of several names that fit, the longest says most (L40S, not L4)."""
+    found = max((key for key in GPU_RATES if key in name), key=len, default=None)
+    return None if found is None else GPU_RATES[found]
+
+
+def _kept_at(cache_dir: Path, dtype: torch.dtype) -> Path:
+    """Where the rates of this CPU are kept, for the threads that torch takes now."""
+    import torch
+
+    threads = torch.get_num_threads()
+    return cache_dir / "rates" / f"{_processor()}-{threads}-{str(dtype).removeprefix('torch.')}.json"
 
 
 def kept_rates(cache_dir: Path, dtype: str, threads: int | None = None) -> Rates | None:

@@ -11,12 +11,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from quail.config import EngineConfig
-from quail.cost.budgets import ModelShape
+from quail.cost.budgets import DEFAULT_TOKEN_BUDGET, ModelShape, default_limit_bytes, plan_memory
 from quail.cost.device import ASSUMED, kept_rates, rates_of
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
+from quail.execution.asks import Feed, RunControl
 from quail.execution.documents import DocumentEncoder
-from quail.execution.runner import layout_of, shape_of
+from quail.execution.run import Limits, Model, Run
+from quail.execution.runner import layout_of, retention_of, shape_of, sharing_rule
 from quail.execution.stages import Pieces, compile_stage
 from quail.kv.prefix_sharing import PrefixTree
 from quail.models.device import device_of, dtype_name, dtype_of
@@ -68,6 +70,7 @@ class Forecaster:
         self.layout = layout.name
         self._pieces = Pieces.of(layout, outline.tokenizer)
         self._context_tokens = outline.config.context_tokens
+        self._budget = config.token_budget or DEFAULT_TOKEN_BUDGET
         self._encoder = DocumentEncoder(outline.tokenizer, self._pieces, self._context_tokens)
         self.device, self.dtype, self._rates = _device_and_rates(config)
         element_bytes = _ELEMENT_BYTES[self.dtype]
@@ -143,6 +146,42 @@ class Forecaster:
         )
         tokens = forecast_tokens(read, asked, decision)
         return GroupForecast(documents, asked, decision, tokens, self.seconds(tokens.work))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the arena would have now.
+
+        Raises:
+            PlanError: too little memory for one.
+        """
+        plan = plan_memory(
+            self._shape,
+            token_budget=self._budget,
+            limit_bytes=default_limit_bytes(),
+            kv_bytes=self._config.kv_memory_bytes,
+        )
+        return plan.num_pages
+
+    def dry_run(self, model: Model, calls: Sequence[AICall], feed: Feed, control: RunControl) -> Run:
+        """A run as the engine would make it, on a model in place of this one.
+
+        Args:
+            model: its pages are those of the arena.
+            calls: of the plan.
+            feed: the relational side.
+            control: of the run.
+        """
+        return Run(
+            model,
+            self._outline.tokenizer,
+            self._pieces,
+            Limits(self._budget, self._context_tokens),
+            calls,
+            feed,
+            control,
+            sharing_rule(self._config.prefix_sharing, self._shape, lambda: self._rates or ASSUMED),
+            retention_of(self._config.retention, model.pages, self._shape, self._budget),
+        )
 
     @property
     def label_tokens(self) -> int:

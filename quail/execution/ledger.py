@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass
@@ -27,6 +28,12 @@ class TokenLedger:
     reused_retained: int = 0
     recomputed: int = 0
     wasted: int = 0
+
+    @classmethod
+    def total(cls, ledgers: Iterable[TokenLedger]) -> TokenLedger:
+        """One ledger of several."""
+        parts = list(ledgers)
+        return cls(*(sum(getattr(part, each.name) for part in parts) for each in fields(cls)))
 
     def check(self) -> None:
         """Asserts that every token of every evaluated prompt was either computed or reused."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from quail.cost.work import Work
 from quail.execution.chunk import BlockTable, Chunk, Segments
 from quail.execution.requests import Request
 from quail.kv.pages import PageTable
@@ -23,11 +25,13 @@ class Pass:
         chunk: its arrays.
         answered: the requests that are answered by it.
         first_reads: for each of them the place in `chunk.read_rows` of its suffix; its branches follow.
+        works: what the pass computes for each stage that has rows in it.
     """
 
     chunk: Chunk
     answered: tuple[Request, ...]
     first_reads: tuple[int, ...]
+    works: Mapping[int, Work]
 
 
 class Packing:
@@ -49,11 +53,14 @@ class Packing:
         self._requests: list[Request] = []
         self._first_reads: list[int] = []
         self._context: list[tuple[tuple[int, int], ...]] = []
+        self._stages: list[int] = []
+        self._writes: list[int] = []
 
-    def add(self, ids: Int32s, position: int, table: PageTable | None, *, writes: int) -> None:
+    def add(self, stage: int, ids: Int32s, position: int, table: PageTable | None, *, writes: int) -> None:
         """Adds a segment behind paged tokens.
 
         Args:
+            stage: stage of the request that it serves.
             ids: its tokens.
             position: position of its first token in the prompt = tokens it reads from pages.
             table: where those are, and where the first `writes` of its own go.
@@ -63,11 +70,19 @@ class Packing:
         if table is not None and writes:
             self._write_rows.append(np.arange(start, start + writes, dtype=np.int64))
             self._write_slots.append(table.append(writes))
-        self._append(ids, position, self._table_row(table) if position else -1, position, ())
+        self._writes.append(writes)
+        self._append(stage, ids, position, self._table_row(table) if position else -1, position, ())
 
     def _append(
-        self, ids: Int32s, position: int, table_row: int, paged: int, context: tuple[tuple[int, int], ...]
+        self,
+        stage: int,
+        ids: Int32s,
+        position: int,
+        table_row: int,
+        paged: int,
+        context: tuple[tuple[int, int], ...],
     ) -> None:
+        self._stages.append(stage)
         self._ids.append(ids)
         self._starts.append(self.num_rows)
         self._positions.append(position)
@@ -98,7 +113,8 @@ class Packing:
             context = contexts[branch.parent] if branch.parent >= 0 else trunk
             start = self.num_rows
             position = paged + sum(stop - first for first, stop in context)
-            self._append(branch.ids, position, table_row, paged, context)
+            self._writes.append(0)
+            self._append(request.stage, branch.ids, position, table_row, paged, context)
             contexts.append((*context, (start, self.num_rows)))
             self._read_rows.append(self.num_rows - 1)
 
@@ -122,7 +138,24 @@ class Packing:
             write_slots=_join(self._write_slots),
             read_rows=np.array(self._read_rows, dtype=np.int64),
         )
-        return Pass(chunk, tuple(self._requests), tuple(self._first_reads))
+        return Pass(chunk, tuple(self._requests), tuple(self._first_reads), self._works(segments))
+
+    def _works(self, segments: Segments) -> dict[int, Work]:
+        """What the segments of each stage compute.
+
+        Neighbours that read the same paged tokens read them together: they count once.
+        """
+        tokens = (segments.q_stop - segments.q_start).astype(np.float64)
+        behind = segments.paged_tokens.astype(np.float64)
+        reads = behind.copy()
+        is_together = (segments.table_row[1:] == segments.table_row[:-1]) & (behind[1:] == behind[:-1])
+        reads[1:][is_together] = 0.0
+        if segments.context:
+            behind += [sum(stop - start for start, stop in ranges) for ranges in segments.context]
+        pairs = tokens * behind + tokens * (tokens + 1) / 2
+        stages = np.array(self._stages, dtype=np.int64)
+        sums = [np.bincount(stages, weights=each) for each in (tokens, pairs, np.array(self._writes), reads)]
+        return {stage: Work(*(float(each[stage]) for each in sums)) for stage in set(self._stages)}
 
 
 def _join(arrays: list[Int64s]) -> Int64s:

@@ -52,6 +52,28 @@ class AnchorChoice:
     works: tuple[Work, Work] | None = None
 
 
+@dataclass(frozen=True)
+class PairSums:
+    """What all distinct pairs of a join take with one side as the anchor.
+
+    Attributes:
+        work: an anchor and its frame once, then its partners.
+        num_pairs: how many there are.
+        prompt_tokens: of all their prompts in full.
+    """
+
+    work: Work = Work()
+    num_pairs: int = 0
+    prompt_tokens: int = 0
+
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums(
+            self.work + other.work,
+            self.num_pairs + other.num_pairs,
+            self.prompt_tokens + other.prompt_tokens,
+        )
+
+
 class PairPlanner:
     """Chooses anchors, each once, and the order of what is asked about pairs.
 
@@ -107,7 +129,8 @@ class PairPlanner:
             return self._ordered(group, candidates)
         (site,), (names,) = group.sites, group.columns
         if site.call not in self.choices:
-            works = self._pair_works(self.calls[site.call], names, candidates)
+            first, second = self.sums(self.calls[site.call], names, candidates)
+            works = (first.work, second.work)
             costs = [self._counter.cost(work) for work in works]
             self._fix(AnchorChoice(site.call, int(costs[1] < costs[0]), "less work", works))
         return group
@@ -136,8 +159,8 @@ class PairPlanner:
 
     # -- one join
 
-    def _pair_works(self, call: AICall, names: Sequence[str], candidates: Candidates) -> tuple[Work, Work]:
-        """Work of the distinct pairs with either side as the anchor."""
+    def sums(self, call: AICall, names: Sequence[str], candidates: Candidates) -> tuple[PairSums, PairSums]:
+        """What the distinct pairs take with argument 0 and with argument 1 as the anchor."""
         sides = [candidates.documents[name] for name in names]
         handles, numbers = zip(*(_numbered(side) for side in sides), strict=True)
         tokens = [self._tokens_of(some) for some in handles]
@@ -147,8 +170,16 @@ class PairPlanner:
             fixed = PairTokens(self._counter.label_tokens, frame, tail)
             mine, other = anchor, 1 - anchor
             pairs = _distinct_pairs(numbers[mine], numbers[other], len(handles[mine]), len(handles[other]))
-            works = (pair_work(a, p, tokens[mine], tokens[other], fixed) for a, p in pairs)
-            found.append(sum(works, Work()))
+            parts = (
+                PairSums(
+                    pair_work(a, p, tokens[mine], tokens[other], fixed),
+                    len(a),
+                    len(a) * (fixed.label + frame + tail)
+                    + int(tokens[mine][a].sum() + tokens[other][p].sum()),
+                )
+                for a, p in pairs
+            )
+            found.append(sum(parts, PairSums()))
         return found[0], found[1]
 
     def _tokens_of(self, handles: Int64s) -> Int64s:

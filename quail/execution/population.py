@@ -82,9 +82,11 @@ class Population:
         self._row_limits = row_limits(bound, planner)
 
     def groups(self, asked: Sequence[AskedSite]) -> list[NamedForecast]:
-        """What the questions take, a group for each block and document expression, in their order."""
+        """What the questions about one document each take: a group for each block and document expression."""
         by_document: dict[tuple[int, str], list[AskedSite]] = {}
         for each in asked:
+            if len(each.site.arguments) > 1:
+                continue
             expression = syntax.to_sql({**each.site.arguments[0], "alias": ""})
             by_document.setdefault((each.site.place.block, expression), []).append(each)
         return [self._group(expression, sites, asked) for (_, expression), sites in by_document.items()]

@@ -10,7 +10,7 @@ calls' places.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import duckdb
@@ -21,7 +21,7 @@ from quail.errors import BindError, SourceError
 from quail.execution.answers import CallAnswers, Texts, UInt64s
 from quail.execution.asks import Feed, RunControl
 from quail.execution.feed import RunFeed, RunNames, as_array
-from quail.execution.pair_planning import KeptAnchor
+from quail.execution.pair_planning import AnchorChoice, KeptAnchor
 from quail.execution.reading import changed_documents
 from quail.plan import syntax
 from quail.plan.functions import is_unordered_aggregate
@@ -99,6 +99,11 @@ class RelationalRun:
     def feed(self) -> Feed:
         """The questions of the run."""
         return self._feed
+
+    @property
+    def anchors(self) -> Mapping[int, AnchorChoice]:
+        """Why each call over two relations has the anchor that it has, by its index."""
+        return self._feed.anchors
 
     def result(self) -> pa.Table:
         """The rows of the statement; of a statement that writes, what DuckDB says it wrote.

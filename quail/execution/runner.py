@@ -6,8 +6,8 @@ import functools
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quail.answers.store import AnswerStore
@@ -19,9 +19,9 @@ from quail.cost.budgets import (
     default_limit_bytes,
     plan_memory,
 )
-from quail.cost.device import ASSUMED, rates_of
+from quail.cost.device import ASSUMED, known_rates, rates_of
 from quail.cost.roofline import Rates, seconds
-from quail.cost.work import rows
+from quail.cost.work import Work, rows
 from quail.errors import PlanError
 from quail.execution.asks import Feed, RunControl
 from quail.execution.calibration import Means
@@ -43,6 +43,33 @@ if TYPE_CHECKING:
     from quail.models.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class Clock:
+    """What work takes on a device.
+
+    Attributes:
+        shape: of the model.
+        rates: of the device; None while they are not known.
+    """
+
+    shape: ModelShape
+    rates: Callable[[], Rates | None]
+
+    def speed_of_light(self, work: Work, run_seconds: float) -> float | None:
+        """Least seconds of some work as a share of those that a run took, at most 1; None if unknown."""
+        rates = self.rates()
+        if rates is None or run_seconds <= 0:
+            return None
+        return min(1.0, seconds(work, self.shape, rates).total / run_seconds)
+
+    def shares(self, works: Mapping[int, Work]) -> dict[int, float]:
+        """Share of each of some works in the time of all of them."""
+        rates = self.rates() or ASSUMED
+        times = {name: seconds(work, self.shape, rates).total for name, work in works.items()}
+        total = sum(times.values())
+        return {name: time / total if total else 0.0 for name, time in times.items()}
+
+
 class Engine:
     """Answers questions with one model on one device.
 
@@ -55,6 +82,7 @@ class Engine:
         sharing: decides whether documents share prefixes; None never does.
         retention: KV kept between operators and queries; None keeps none.
         memory: answers of earlier runs; None keeps none.
+        clock: what work takes on this device; None tells nothing of it.
     """
 
     def __init__(
@@ -67,8 +95,9 @@ class Engine:
         sharing: SharingRule | None = None,
         retention: Retention | None = None,
         memory: Memory | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.sharing, self.retention, self.memory = sharing, retention, memory
+        self.sharing, self.retention, self.memory, self.clock = sharing, retention, memory, clock
         self._means: Means = {}
         self.model, self.tokenizer, self.layout, self.limits = model, tokenizer, layout, limits
         self._about = about
@@ -144,17 +173,19 @@ class Engine:
             layout,
             limits,
             about,
-            _sharing_rule(config.prefix_sharing, shape, rates),
-            _retention(config.retention, arena.pages, shape, budget),
+            sharing_rule(config.prefix_sharing, shape, rates),
+            retention_of(config.retention, arena.pages, shape, budget),
             None if store is None else Memory(store, identity),
+            Clock(shape, lambda: known_rates(device, dtype, config.cache_path)),
         )
 
     def run(self, calls: tuple[AICall, ...], feed: Feed, control: RunControl) -> dict[str, Any]:
         """Answers until the feed is done.
 
         Returns:
-            `tokens` (the ledger), `passes`, `seconds` (tokenize, forward, run), `documents`, `requests`,
-            `truncated`, `errors`, `memory` (bytes and pages), and what `describe` says.
+            `tokens` (the ledger), `calls` (for each its part of the ledger, and of the seconds in the model
+            by its work), `passes`, `seconds` (tokenize, forward, run), `speed_of_light`, `documents`,
+            `requests`, `truncated`, `errors`, `memory` (bytes and pages), and what `describe` says.
 
         Raises:
             PlanError: a question that cannot be asked of this model.
@@ -178,9 +209,12 @@ class Engine:
             self.memory,
         )
         run.run()
+        run_seconds = time.perf_counter() - started
         stats, intake, about = run.stats, run.intake, self.describe()
         return about | {
             "tokens": run.scheduler.ledger.as_dict(),
+            "calls": self._calls(run, len(calls)),
+            "speed_of_light": self._speed_of_light(run, run_seconds),
             "passes": run.scheduler.num_passes,
             "documents": intake.num_documents,
             "requests": intake.num_requests,
@@ -196,7 +230,7 @@ class Engine:
             "seconds": {
                 "tokenize": intake.tokenize_seconds,
                 "forward": stats.forward_seconds,
-                "run": time.perf_counter() - started,
+                "run": run_seconds,
             },
             "memory": about["memory"]
             | {
@@ -205,6 +239,20 @@ class Engine:
                 "peak_resident_bytes": _peak_resident_bytes(),
             },
         }
+
+    def _calls(self, run: Run, num_calls: int) -> list[dict[str, Any]]:
+        works, ledgers = run.scheduler.works, run.scheduler.ledgers
+        shares = self.clock.shares(works) if self.clock is not None else {}
+        forward = run.stats.forward_seconds
+        return [
+            {"tokens": ledgers[call].as_dict(), "seconds": forward * shares.get(call, 0.0)}
+            for call in range(num_calls)
+        ]
+
+    def _speed_of_light(self, run: Run, run_seconds: float) -> float | None:
+        """Roofline seconds of the run's work, without what was computed again, over those it took."""
+        work = sum(run.scheduler.works.values(), Work()) + run.scheduler.repeated * -1
+        return None if self.clock is None or not work.tokens else self.clock.speed_of_light(work, run_seconds)
 
     @property
     def is_sound(self) -> bool:
@@ -270,7 +318,7 @@ def layout_of(config: EngineConfig, default: str, chat: ChatPieces | None) -> Pr
     return PromptLayout("chat", opener=chat.opener, label=label, closer=chat.closer)
 
 
-def _sharing_rule(mode: str, shape: ModelShape, rates: Callable[[], Rates]) -> SharingRule:
+def sharing_rule(mode: str, shape: ModelShape, rates: Callable[[], Rates]) -> SharingRule:
     """The rule for this model and device; the device's rates are measured when they are first needed."""
 
     def rule(tree: PrefixTree, lengths: Sequence[int], kept: Sequence[bool]) -> SharingDecision:
@@ -286,7 +334,8 @@ def _sharing_rule(mode: str, shape: ModelShape, rates: Callable[[], Rates]) -> S
     return rule
 
 
-def _retention(mode: str, pages: PageArena, shape: ModelShape, token_budget: int) -> Retention | None:
+def retention_of(mode: str, pages: PageArena, shape: ModelShape, token_budget: int) -> Retention | None:
+    """What is kept between operators and queries, for this model and arena."""
     if mode == "off":
         return None
 

@@ -12,11 +12,12 @@ Nothing here knows tensors, SQL or what an answer means.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 import numpy as np
 
+from quail.cost.work import Work, stacked_rows
 from quail.execution.ledger import TokenLedger
 from quail.execution.packing import Packing, Pass
 from quail.execution.requests import NO_FRAME, Document, Failure, Int32s, Request
@@ -51,6 +52,11 @@ class Scheduler:
         pool: retained KV; None retains nothing.
         keeps_after_release: whether KV that was written goes to the pool when nothing of this run reads it.
         writes_for_pool: whether the KV of documents with a single question is written too, for the pool.
+
+    Attributes:
+        ledgers: of each stage, by its index.
+        works: what the passes of each stage computed, by its index.
+        repeated: the part of all of it that had been computed before and was lost.
     """
 
     def __init__(
@@ -73,7 +79,9 @@ class Scheduler:
         self._idle: list[Document] = []
         self.token_budget = token_budget
         self._longest_suffix_tokens = longest_suffix_tokens
-        self.ledger = TokenLedger()
+        self.ledgers: defaultdict[int, TokenLedger] = defaultdict(TokenLedger)
+        self.works: defaultdict[int, Work] = defaultdict(Work)
+        self.repeated = Work()
         self.num_passes = 0
         self.num_finished = 0
         self.num_fresh_tokens = 0
@@ -86,6 +94,11 @@ class Scheduler:
     def spanning_tokens(self) -> int:
         """Tokens of the longest question of the run that must be written because it does not fit one pass."""
         return self._spanning(self._longest_suffix_tokens)
+
+    @property
+    def ledger(self) -> TokenLedger:
+        """The ledger of all stages."""
+        return TokenLedger.total(self.ledgers.values())
 
     # -- what comes in
     # -------------------------------------------------------------------------------------------
@@ -152,16 +165,19 @@ class Scheduler:
             if document.table is not None and request.suffix_done:
                 document.table.rewind(request.prefix_tokens)
             prefix, suffix = request.prefix_tokens, request.num_own_tokens
-            self.ledger.naive += prefix + suffix
-            self.ledger.computed += request.prefix_computed + suffix
+            ledger = self.ledgers[request.stage]
+            ledger.naive += prefix + suffix
+            ledger.computed += request.prefix_computed + suffix
             reused = prefix - request.prefix_computed
             retained = min(document.retained_tokens, reused)
             borrowed = min(document.borrowed_tokens, reused)
             document.retained_tokens = document.borrowed_tokens = 0
-            self.ledger.reused_retained += retained
-            self.ledger.reused_prefix += borrowed
-            self.ledger.reused_rewind += reused - borrowed - retained
-            self.ledger.recomputed += request.recomputed
+            ledger.reused_retained += retained
+            ledger.reused_prefix += borrowed
+            ledger.reused_rewind += reused - borrowed - retained
+            ledger.recomputed += request.recomputed
+        for stage, work in done.works.items():
+            self.works[stage] += work
         for document in {request.document for request in done.answered}:
             if not document.requests and not document.keep:
                 self._retire(document)
@@ -177,7 +193,7 @@ class Scheduler:
     def fail(self, request: Request) -> None:
         """Takes out a request that will not be answered; what was run for it is wasted."""
         document = request.document
-        self.ledger.wasted += request.prefix_computed + request.suffix_done
+        self.ledgers[request.stage].wasted += request.prefix_computed + request.suffix_done
         if request in document.requests:
             document.requests.remove(request)
         if document.table is not None and document.table.num_tokens > document.computed:
@@ -221,7 +237,7 @@ class Scheduler:
             lost: a pass that was packed and did not complete; its rows are wasted.
         """
         for request in lost.answered if lost is not None else ():
-            self.ledger.wasted += request.prefix_computed + request.num_own_tokens
+            self.ledgers[request.stage].wasted += request.prefix_computed + request.num_own_tokens
         self._drop_requests()
         for document in list(self._documents.values()):
             self._forget(document)
@@ -385,26 +401,26 @@ class Scheduler:
         suffix = request.suffix[request.suffix_done :]
         num_own = request.num_own_tokens - request.suffix_done
         if not missing and num_own <= packing.room:
-            packing.add(suffix, start + request.suffix_done, table, writes=0)
+            packing.add(request.stage, suffix, start + request.suffix_done, table, writes=0)
             return True
         if missing + num_own <= packing.room:
             writes = self._run_prefix(document, request, missing)
             ids = np.concatenate([document.prefix(start, start + missing), suffix])
-            packing.add(ids, start + request.suffix_done, table, writes=writes)
+            packing.add(request.stage, ids, start + request.suffix_done, table, writes=writes)
             return True
         if missing + num_own <= self.token_budget or table is None or not packing.room:
             return False
         num_rows = min(packing.room, missing)
         if num_rows:
             writes = self._run_prefix(document, request, num_rows)
-            packing.add(document.prefix(start, start + num_rows), start, table, writes=writes)
+            ids = document.prefix(start, start + num_rows)
+            packing.add(request.stage, ids, start, table, writes=writes)
         if missing == num_rows and num_own > self.token_budget and packing.room:
             num_rows = min(packing.room, len(suffix) - 1)
             if not request.suffix_done:
                 self._make_last(document, request.prefix_tokens)
-            packing.add(
-                suffix[:num_rows], request.prefix_tokens + request.suffix_done, table, writes=num_rows
-            )
+            position = request.prefix_tokens + request.suffix_done
+            packing.add(request.stage, suffix[:num_rows], position, table, writes=num_rows)
             request.suffix_done += num_rows
         return False
 
@@ -412,7 +428,10 @@ class Scheduler:
         """Books prefix rows that go into the pass; returns how many of them are written to pages."""
         start, stop = document.computed, document.computed + num_rows
         request.prefix_computed += num_rows
-        request.recomputed += max(0, min(stop, document.ever_computed) - start)
+        again = max(0, min(stop, document.ever_computed) - start)
+        if again:
+            request.recomputed += again
+            self.repeated += stacked_rows(again, behind=start)
         document.ever_computed = max(document.ever_computed, min(stop, len(document.ids)))
         if document.table is None or not num_rows:
             return 0
@@ -495,7 +514,7 @@ class Scheduler:
         """Takes all waiting requests out; what was run for them is wasted."""
         for document in self._documents.values():
             for request in document.requests:
-                self.ledger.wasted += request.prefix_computed + request.suffix_done
+                self.ledgers[request.stage].wasted += request.prefix_computed + request.suffix_done
             document.requests.clear()
         self._ready.clear()
         self._fresh.clear()

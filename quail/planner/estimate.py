@@ -78,6 +78,7 @@ class TokenForecast:
         computed: rows that the model computes.
         reused_rewind: rows of documents that an earlier question computed.
         reused_prefix: rows borrowed from another document.
+        reused_retained: rows held from an earlier operator.
         work: of all of it.
         is_exact: whether the run will count the same.
     """
@@ -86,6 +87,7 @@ class TokenForecast:
     computed: int = 0
     reused_rewind: int = 0
     reused_prefix: int = 0
+    reused_retained: int = 0
     work: Work = Work()
     is_exact: bool = True
 
@@ -95,6 +97,7 @@ class TokenForecast:
             self.computed + other.computed,
             self.reused_rewind + other.reused_rewind,
             self.reused_prefix + other.reused_prefix,
+            self.reused_retained + other.reused_retained,
             self.work + other.work,
             self.is_exact and other.is_exact,
         )

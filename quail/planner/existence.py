@@ -27,6 +27,16 @@ def decides_existence(site: Site, blocks: Sequence[Block]) -> bool:
     return is_existence(block) and sum(1 for _ in calls_in(list(block.conjuncts))) == 1
 
 
+def may_end_early(site: Site, blocks: Sequence[Block]) -> bool:
+    """Whether a row's search ends with its first TRUE answer, if its rows can be told apart."""
+    if not decides_existence(site, blocks):
+        return False
+    join: Any = blocks[site.place.block].from_table
+    for side in site.place.join or ():
+        join = join[side]
+    return site.place.clause is not Clause.ON or join["left"]["type"] == "BASE_TABLE"
+
+
 def is_existence(block: Block) -> bool:
     """Whether a block is the subquery of an EXISTS that is TRUE once one row passes WHERE."""
     place = block.places[-1] if block.places else None

@@ -115,12 +115,14 @@ class PlanStep:
         anchor: argument that is the anchor; None for a filter.
         work: expected.
         num_questions: expected number of questions.
+        prompt_tokens: mean tokens of the whole prompt of one.
     """
 
     operator: int
     anchor: int | None
     work: Work
     num_questions: float
+    prompt_tokens: float
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class _Search:
         question = document + rows(operator.suffix_tokens, behind=prefix)
         alive = list(state.alive)
         alive[relation] = documents * operator.selectivity
-        step = PlanStep(index, None, documents * question, documents)
+        step = PlanStep(index, None, documents * question, documents, prefix + operator.suffix_tokens)
         return self._after(state, step, relation if own is None else None, alive, 0)
 
     def _joined(self, state: _State, index: int, operator: JoinOperator, anchor: int) -> _State:
@@ -291,7 +293,8 @@ class _Search:
         alive = list(state.alive)
         alive[mine] = own * _any_of(share * operator.selectivity, others)
         alive[other] = others * _any_of(share * operator.selectivity, own)
-        return self._after(state, PlanStep(index, anchor, work, pairs), mine, alive, _bits(operator))
+        step = PlanStep(index, anchor, work, pairs, behind + suffix)
+        return self._after(state, step, mine, alive, _bits(operator))
 
     def _prefix(self, state: _State, relation: int) -> Work:
         """Work of a document's own tokens, nothing where its KV is there."""

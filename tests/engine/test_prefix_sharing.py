@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quail.cost.work import Work
 from quail.execution.requests import Document, in_tree_order
 from quail.kv.prefix_sharing import PrefixTree
 from tests.engine.driver import Driver, ids_of, smallest_arena
@@ -214,6 +215,7 @@ def test_pages_on_loan_give_way_and_are_computed_again():
     driver.check_end()
     assert len(driver.answers) == 6
     assert driver.scheduler.ledger.recomputed == 64
+    assert driver.scheduler.repeated == Work(tokens=64, pairs=64 * 65 / 2)
     assert driver.scheduler.ledger.reused_prefix == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quail.cost.work import Work
 from quail.execution.requests import Document, Request
 from quail.execution.scheduler import Scheduler
 from quail.kv.pages import PageArena
@@ -125,6 +126,7 @@ def test_idle_kv_gives_way_and_is_computed_again():
     scheduler.submit(Request(documents[0], 1, 0, suffix, 40))
     scheduler.complete(scheduler.next_pass())
     assert scheduler.ledger.recomputed == 40
+    assert scheduler.repeated == Work(tokens=40, pairs=40 * 41 / 2)
     scheduler.ledger.check()
     scheduler.release([0, 1, 2])
     assert arena.num_free_pages == 4

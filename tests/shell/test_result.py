@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -55,7 +56,9 @@ def test_rows_in_every_form() -> None:
 def test_show_and_reprs(capsys: pytest.CaptureFixture[str]) -> None:
     result = QueryResult(TABLE, REPORT)
     result.show(max_rows=1)
-    assert "2 rows (1 shown)" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("2 rows (1 shown)\n")
+    QueryResult(TABLE, replace(REPORT, speed_of_light=0.425)).show()
+    assert capsys.readouterr().out.endswith("2 rows\n2.00 s, 42% of the speed of light\n")
     assert repr(result).endswith("2 rows")
     assert "<table>" in result._repr_html_()
 

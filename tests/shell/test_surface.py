@@ -55,7 +55,7 @@ ROOMS = (
     ("output", "result", "progress"),
     ("rendering",),
     ("frontend",),
-    ("plan.explain",),
+    ("explain",),
     ("execution",),
     ("planner",),
     ("models",),

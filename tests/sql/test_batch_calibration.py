@@ -10,8 +10,8 @@ import pytest
 
 from quail.execution.asks import Asks, Feed, RunControl
 from quail.execution.relational import ARROW_TYPES, RelationalRun
+from quail.explain import explain
 from quail.frontend.sql import bind_sql
-from quail.plan.explain import explain
 from quail.plan.logical import AICall
 from tests.sql.stub import StubCatalog, keys_of, rows
 

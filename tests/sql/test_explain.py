@@ -8,8 +8,8 @@ from textwrap import dedent
 import pytest
 
 from quail.errors import ConfigError
+from quail.explain import explain
 from quail.frontend.sql import bind_sql
-from quail.plan.explain import explain
 from tests.sql.stub import StubCatalog
 
 

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from quail.errors import QuailError, UnsupportedError
+from quail.explain import explain
 from quail.frontend.sql import bind_sql
-from quail.plan.explain import explain
 from quail.sources.catalog import Catalog
 from tests.sql.stub import Stub, StubCatalog, rows, run
 
