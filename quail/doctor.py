@@ -37,24 +37,16 @@ def print_doctor(config: EngineConfig, *, with_rates: bool) -> None:
 
 def measure_rates(config: EngineConfig) -> None:
     """Measures the rates of the cost model anew, keeps them for later sessions and prints them."""
-    import torch
+    from quail.models.device import measured_rates
 
-    from quail.cost.device import rates_of
-    from quail.models.device import device_of, dtype_of, dtype_word
-
-    device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    rates = rates_of(device, dtype, config.cache_path, again=True)
-    kept = "measured and kept" if device.type == "cpu" else "by a table"
+    rates, about = measured_rates(config)
     figures = {
         "matrix products": f"{rates.matmul_flops / 1e9:,.0f} GFLOP/s",
         "attention": f"{rates.attention_flops / 1e9:,.0f} GFLOP/s",
         "memory": f"{rates.memory_bytes / 1e9:,.1f} GB/s",
     }
     shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
-    print(f"rates of {device.type} in {dtype_word(dtype)}, {kept}: {shown}")
+    print(f"{about}: {shown}")
 
 
 def print_models(config: EngineConfig) -> None:

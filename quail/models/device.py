@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from quail.config import EngineConfig
 from quail.cost.budgets import available_bytes, default_limit_bytes
+from quail.cost.device import rates_of
+from quail.cost.roofline import Rates
 from quail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,6 +84,19 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
             rate = _rate_of_products(each, device)
             facts[f"matrix products in {dtype_word(each)}"] = f"{rate / 1e9:.0f} GFLOP/s"
     return facts
+
+
+def measured_rates(config: EngineConfig) -> tuple[Rates, str]:
+    """Rates of the cost model, measured anew and kept (those of a GPU are in a table), and of what they are."""
+    import torch
+
+    device = device_of(config.device)
+    dtype = dtype_of(config.dtype, device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    rates = rates_of(device, dtype, config.cache_path, again=True)
+    kept = "measured and kept" if device.type == "cpu" else "by a table"
+    return rates, f"rates of {device.type} in {dtype_word(dtype)}, {kept}"
 
 
 def _rate_of_products(dtype: torch.dtype, device: torch.device) -> float:
