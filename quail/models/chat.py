@@ -31,8 +31,8 @@ class ChatPieces:
 def chat_pieces(template: str, *, bos_token: str | None, eos_token: str | None, where: str) -> ChatPieces:
     """Render a chat template with one user message and cut it at that message.
 
-    The template runs in Jinja's sandbox. Dates are fixed, so that the same question always makes the same
-    prompt, and models with a thinking mode are asked to answer at once.
+    The template runs in a sandbox and within a budget of steps. Dates are fixed, so that the same question
+    always makes the same prompt, and models with a thinking mode are asked to answer at once.
 
     Raises:
         ModelError: the template fails, or does not show the user's text exactly once.
@@ -46,6 +46,12 @@ def chat_pieces(template: str, *, bos_token: str | None, eos_token: str | None, 
         "bos_token": bos_token or "",
         "eos_token": eos_token or "",
     }
+    from quail.models.template_sandbox import LONGEST_TEMPLATE
+
+    if len(template) > LONGEST_TEMPLATE:
+        raise ModelError(
+            f"{where}: the chat template has {len(template)} characters; at most {LONGEST_TEMPLATE} are read"
+        )
     try:
         text = _environment().from_string(template).render(variables)
     except Exception as error:  # the template is a program of its own
@@ -61,7 +67,8 @@ def chat_pieces(template: str, *, bos_token: str | None, eos_token: str | None, 
 def _environment() -> jinja2.Environment:
     import jinja2.ext
     import jinja2.nodes
-    import jinja2.sandbox
+
+    from quail.models.template_sandbox import BoundedEnvironment
 
     class GenerationBlock(jinja2.ext.Extension):
         """`{% generation %}` marks the model's own words for training; it shows what it holds."""
@@ -73,10 +80,10 @@ def _environment() -> jinja2.Environment:
             body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return body
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = environment.bounded("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda _format: _FIXED_DATE
     return environment

@@ -236,7 +236,7 @@ def _llama3_scaling(
 def _integer(fields: Mapping[str, Any], name: str, where: str, *, default: int | None = None) -> int:
     value = fields.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**53:
         raise ModelError(f"{where}: {name} is {reprlib.repr(value)}; a positive whole number is needed")
     return value
 

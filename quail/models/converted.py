@@ -23,7 +23,7 @@ import torch
 from quail.errors import ModelError
 from quail.models.config import DecoderConfig
 from quail.models.files import DigestIndex, exclusive, sync_folder, write_atomically
-from quail.models.safetensors_folder import map_tensors
+from quail.models.safetensors_file import map_file, read_header, torch_dtype
 from quail.models.tokenizer import TokenizerSource
 from quail.models.weights import check_tensors, tensor_shapes, write_safetensors
 
@@ -59,12 +59,13 @@ def read_converted(folder: Path, dtype: torch.dtype, digests: DigestIndex) -> Co
         frequencies = tuple(fields["config"].pop("rope_inverse_frequencies"))
         config = DecoderConfig(**fields["config"], rope_inverse_frequencies=frequencies)
         tokenizer = TokenizerSource(json=tokenizer_json.decode(), **fields["tokenizer"])
-        weights = map_tensors(weights_path)
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        stored = read_header(weights_path)
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
         check_tensors(shapes, tensor_shapes(config), str(folder))
+        if any(torch_dtype(tensor.type_name) != dtype for tensor in stored.values()):
+            return None
+        weights = map_file(weights_path, stored, apart=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ModelError):
-        return None
-    if any(tensor.dtype != dtype for tensor in weights.values()):
         return None
     return ConvertedModel(config, tokenizer, weights)
 

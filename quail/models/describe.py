@@ -9,7 +9,8 @@ from pathlib import Path
 from quail.models.config import DecoderConfig
 from quail.models.gguf import config_from_gguf
 from quail.models.gguf_file import read_gguf_header
-from quail.models.safetensors_folder import map_folder, read_config, read_tokenizer_source, weight_files
+from quail.models.safetensors_file import torch_dtype
+from quail.models.safetensors_folder import find_weights, read_config, read_tokenizer_source, weight_files
 from quail.models.weights import tensor_shapes
 
 
@@ -36,8 +37,8 @@ def describe_files(path: Path) -> ModelFacts:
 
 def _describe_folder(folder: Path) -> ModelFacts:
     config = read_config(folder)
-    weights = map_folder(folder, config)
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    type_names = find_weights(folder, config).type_names
+    dtypes = sorted(str(torch_dtype(name)).removeprefix("torch.") for name in type_names)
     return ModelFacts(
         description=f"{config.family} model in safetensors files",
         licence="unknown",

@@ -42,9 +42,24 @@ _SCALARS: dict[int, str] = {
 _STRING, _ARRAY = 8, 9
 _SMALLEST_KEY_BYTES = 8 + 1 + 4 + 1
 _SMALLEST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
+_MOST_KEYS, _MOST_TENSORS = 2**16, 2**17
+"""Far more than any model has; the objects made of each are larger than its bytes in the file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class NumberArray:
+    """An array of numbers in the metadata, kept as small as it is in the file."""
+
+    values: np.ndarray[Any, Any]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        return f"an array of {len(self)} {self.values.dtype} numbers"
+
+
+@dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """Where a tensor lies in its file.
 
@@ -68,7 +83,9 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file's metadata (arrays are tuples) and where its tensors lie."""
+    """A file's metadata (arrays of texts are tuples, those of numbers `NumberArray`) and where its tensors
+    lie.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -109,6 +126,12 @@ class _Parser:
             raise ModelError(f"{self.path}: GGUF version {version} is not supported; {reason}")
         num_tensors = self._count(_SMALLEST_TENSOR_BYTES, "the tensor count")
         num_keys = self._count(_SMALLEST_KEY_BYTES, "the key count")
+        if num_keys > _MOST_KEYS or num_tensors > _MOST_TENSORS:
+            raise ModelError(
+                f"{self.path}: {num_keys} keys and {num_tensors} tensors; at most {_MOST_KEYS} and "
+                f"{_MOST_TENSORS} are read",
+                hint="the file is damaged; fetch it again",
+            )
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string("a key")
@@ -182,7 +205,7 @@ class _Parser:
             raise ModelError(f"{self.path}: the key {key!r} is an array of the unknown type {kind}")
         number_type = np.dtype(_SCALARS[kind])
         num_bytes = self._count(number_type.itemsize, key) * number_type.itemsize
-        return tuple(np.frombuffer(self._take(num_bytes, key), number_type).tolist())
+        return NumberArray(np.frombuffer(self._take(num_bytes, key), number_type))
 
     def _count(self, smallest_bytes: int, what: str) -> int:
         """A count of things of at least `smallest_bytes` each, which must fit into the rest of the file."""

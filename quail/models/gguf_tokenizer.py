@@ -11,12 +11,16 @@ import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from quail.errors import ModelError
+from quail.models.gguf_file import NumberArray
 from quail.models.tokenizer import TokenizerSource
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_LONGEST_TOKEN = 4096
+_MOST_PAIRS_A_TOKEN = 32
+"""Vocabularies in use have two or three on average."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _PUNCTUATION_AND_SPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -86,15 +90,30 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> TokenizerSou
     )
 
 
-T = TypeVar("T", str, int, float)
-
-
-def _list_of(kind: type[T], metadata: Mapping[str, Any], name: str, where: str) -> Sequence[T]:
-    """An array of the metadata; empty if there is none."""
+def _texts(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[str]:
+    """An array of texts of the metadata; empty if there is none."""
     values = metadata.get(f"tokenizer.ggml.{name}", ())
-    if not isinstance(values, tuple) or not all(type(value) is kind for value in values):
-        raise ModelError(f"{where}: tokenizer.ggml.{name} is no array of {kind.__name__}")
+    if isinstance(values, NumberArray) and not len(values):
+        return ()
+    if not isinstance(values, tuple) or not all(type(value) is str for value in values):
+        raise ModelError(f"{where}: tokenizer.ggml.{name} is no array of texts")
     return values
+
+
+def _numbers(kinds: str, metadata: Mapping[str, Any], name: str, where: str, count: int) -> Sequence[Any]:
+    """An array of `count` numbers of the metadata, of numpy's `kinds`; empty if there is none.
+
+    It becomes Python objects only if it has as many entries as there are tokens.
+    """
+    values = metadata.get(f"tokenizer.ggml.{name}", ())
+    if values == ():
+        return ()
+    if not isinstance(values, NumberArray) or values.values.dtype.kind not in kinds:
+        raise ModelError(f"{where}: tokenizer.ggml.{name} is no array of such numbers")
+    if len(values) != count:
+        raise ModelError(f"{where}: {count} tokens, but tokenizer.ggml.{name} has {len(values)} entries")
+    found: list[Any] = values.values.tolist()
+    return found
 
 
 @dataclass(frozen=True)
@@ -104,12 +123,13 @@ class _Vocabulary:
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any], where: str) -> _Vocabulary:
-        tokens = _list_of(str, metadata, "tokens", where)
+        tokens = _texts(metadata, "tokens", where)
         if not tokens:
             raise ModelError(f"{where}: the vocabulary (tokenizer.ggml.tokens) is missing")
-        types = _list_of(int, metadata, "token_type", where) or [_NORMAL] * len(tokens)
-        if len(types) != len(tokens):
-            raise ModelError(f"{where}: {len(tokens)} tokens, but {len(types)} token types")
+        longest = max(map(len, tokens))
+        if longest > _LONGEST_TOKEN:
+            raise ModelError(f"{where}: a token of {longest} characters; at most {_LONGEST_TOKEN} are read")
+        types = _numbers("iu", metadata, "token_type", where, len(tokens)) or [_NORMAL] * len(tokens)
         twice = next((token for token, count in Counter(tokens).items() if count > 1), None)
         if twice is not None:
             raise ModelError(f"{where}: the token {reprlib.repr(twice)} occurs twice in the vocabulary")
@@ -150,7 +170,7 @@ def _byte_level_tokenizer(
             hint=f"known: {', '.join(_PRE_TOKENIZERS)}; or use the model's folder with its tokenizer.json",
         )
     pre_tokenizer = _PRE_TOKENIZERS[tag]
-    merges = _list_of(str, metadata, "merges", where)
+    merges = _texts(metadata, "merges", where)
     if not merges:
         raise ModelError(f"{where}: the merges (tokenizer.ggml.merges) are missing")
     pairs = [merge.split(" ") for merge in merges]
@@ -172,20 +192,27 @@ def _sentencepiece_tokenizer(
     vocabulary: _Vocabulary, metadata: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], bool]:
     """SentencePiece's BPE: no merges are stored; the pair whose joint piece scores best merges first."""
-    scores = _list_of(float, metadata, "scores", where)
-    if len(scores) != len(vocabulary.tokens):
-        raise ModelError(f"{where}: {len(vocabulary.tokens)} tokens, but {len(scores)} scores")
+    scores = _numbers("f", metadata, "scores", where, len(vocabulary.tokens))
+    if not scores:
+        raise ModelError(f"{where}: the scores (tokenizer.ggml.scores) are missing")
     ids = vocabulary.ids()
     ordinary = {
-        token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _NORMAL
+        token: token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind == _NORMAL
     }
     ranked: list[tuple[float, int, list[str]]] = []
     for token in ordinary:
-        score = -scores[ids[token]]
         for cut in range(1, min(len(token), 512)):
-            pair = [token[:cut], token[cut:]]
-            if pair[0] in ordinary and pair[1] in ordinary:
-                ranked.append((score, ids[token], pair))
+            head = ordinary.get(token[:cut])
+            tail = None if head is None else ordinary.get(token[cut:])
+            if head is not None and tail is not None:
+                ranked.append((-scores[ids[token]], ids[token], [head, tail]))
+        if len(ranked) > _MOST_PAIRS_A_TOKEN * len(ids):
+            raise ModelError(
+                f"{where}: over {len(ranked)} pairs of its {len(ids)} tokens make a token; at most "
+                f"{_MOST_PAIRS_A_TOKEN} a token are read"
+            )
     ranked.sort()
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     decoder: list[dict[str, Any]] = [

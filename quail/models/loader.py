@@ -19,7 +19,8 @@ from quail.models.files import DigestIndex
 from quail.models.gguf_file import read_gguf_header
 from quail.models.gguf_tokenizer import tokenizer_from_gguf
 from quail.models.outline import outline_of
-from quail.models.safetensors_folder import map_folder, read_config, read_tokenizer_source, weight_files
+from quail.models.safetensors_file import torch_dtype
+from quail.models.safetensors_folder import find_weights, read_config, read_tokenizer_source, weight_files
 from quail.models.tokenizer import Tokenizer, TokenizerSource
 from quail.models.weights import check_finite, tensor_shapes
 
@@ -125,19 +126,19 @@ def _open_gguf(path: Path, dtype: torch.dtype) -> _Opened:
 def _load_folder(folder: Path, loading: _Loading) -> tuple[str, ConvertedModel]:
     """Map a folder's weights as they are if they have the wanted dtype, else convert them."""
     config = read_config(folder)
-    weights = map_folder(folder, config)
+    stored = find_weights(folder, config)
     tokenizer = read_tokenizer_source(folder)
     files = weight_files(folder)
     revision = _folder_revision(folder, files, loading.digests)
-    if any(tensor.dtype != loading.dtype for tensor in weights.values()):
-        opened = _Opened(config, tokenizer, lambda name: weights[name].to(loading.dtype), str(folder))
+    if {torch_dtype(name) for name in stored.type_names} != {loading.dtype}:
+        opened = _Opened(config, tokenizer, lambda name: stored.map(name).to(loading.dtype), str(folder))
         return revision, _load_converted(revision, loading, lambda: opened)
     if not all(loading.digests.is_finite(file) for file in files):
-        for name, tensor in weights.items():
-            check_finite(name, tensor, str(folder))
+        for name in stored.places:
+            check_finite(name, stored.map(name), str(folder))
         for file in files:
             loading.digests.mark_finite(file)
-    return revision, ConvertedModel(config, tokenizer, weights)
+    return revision, ConvertedModel(config, tokenizer, {name: stored.map(name) for name in stored.places})
 
 
 def _folder_revision(folder: Path, weight_paths: list[Path], digests: DigestIndex) -> str:

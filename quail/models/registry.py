@@ -142,6 +142,9 @@ def resolve(spec: str, cache_dir: Path, progress: Progress | None = None) -> Mod
         return ModelSource(spec, fetch(spec, cache_dir, progress))
     path = _local_path(spec)
     if path is not None:
+        from quail.models.safetensors_folder import check_name
+
+        check_name(path)
         return ModelSource(path.name if path.is_dir() else path.stem, path)
     if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
         from quail.models.hub import snapshot

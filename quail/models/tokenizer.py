@@ -8,6 +8,7 @@ space in front of a text, because a text is one piece of a prompt.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from quail.errors import ModelError, RowError
+from quail.errors import ModelError, QuailError, RowError
 from quail.models.tokenizer_json import TokenizerFacts, analyse_tokenizer, without_space_in_front
 
 _BATCH_CHARACTERS = 1 << 22
@@ -120,23 +121,24 @@ class Tokenizer:
         for index, text in enumerate(batch, start):
             if type(text) is not str and not isinstance(text, str):
                 raise RowError(f"text {index} is {type(text).__name__}, not a string")
-        try:
-            encodings = self._plain.encode_batch_fast(list(batch), add_special_tokens=False)
-        except TypeError as error:
-            for index, text in enumerate(batch, start):
-                _check_unicode(text, index)
-            raise ModelError(f"{self._where}: cannot encode: {error}") from error
-        except Exception as error:  # the package raises bare exceptions
-            raise ModelError(f"{self._where}: cannot encode: {error}") from error
+        with _faults_named(self._where, "cannot encode"):
+            try:
+                encodings = self._plain.encode_batch_fast(list(batch), add_special_tokens=False)
+            except TypeError:
+                for index, text in enumerate(batch, start):
+                    _check_unicode(text, index)
+                raise
         return [encoding.ids for encoding in encodings]
 
     def encode_control(self, text: str) -> list[int]:
         """Encode text of the model's own template: control tokens are recognized; no BOS or EOS is added."""
-        return self._full.encode(text, add_special_tokens=False).ids
+        with _faults_named(self._where, "cannot encode"):
+            return self._full.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, control tokens included."""
-        return self._full.decode([int(i) for i in ids], skip_special_tokens=False)
+        with _faults_named(self._where, "cannot decode"):
+            return self._full.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def _bos_ids(self, facts: TokenizerFacts) -> tuple[int, ...]:
         if self._source.add_bos is False or (self._source.add_bos is None and not facts.has_post_processor):
@@ -148,8 +150,9 @@ class Tokenizer:
                     f"{self._where}: prompts begin with the BOS token {token!r}, which is unknown"
                 )
             return (facts.control[token],)
-        plain = self._full.encode("a", add_special_tokens=False).ids
-        whole = self._full.encode("a", add_special_tokens=True).ids
+        with _faults_named(self._where, "its post-processor fails"):
+            plain = self._full.encode("a", add_special_tokens=False).ids
+            whole = self._full.encode("a", add_special_tokens=True).ids
         for start in range(len(whole) - len(plain) + 1):
             if whole[start : start + len(plain)] == plain:
                 return tuple(whole[:start])
@@ -157,10 +160,21 @@ class Tokenizer:
 
 
 def _from_json(text: str, where: str) -> tokenizers.Tokenizer:
-    try:
+    with _faults_named(where, "no usable tokenizer.json"):
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises bare exceptions
-        raise ModelError(f"{where}: no usable tokenizer.json: {error}") from error
+
+
+@contextlib.contextmanager
+def _faults_named(where: str, what: str) -> Iterator[None]:
+    """Turns what the package raises, bare exceptions and panics that are none, into model errors."""
+    try:
+        yield
+    except QuailError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelError(f"{where}: {what}: {error}") from error
+        raise
 
 
 def _batches(items: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:

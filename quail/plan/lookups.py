@@ -32,4 +32,6 @@ def stand_in(nonce: str, call: AICall) -> str:
 def readable(error: duckdb.Error, nonce: str) -> str:
     """DuckDB's message in terms of the statement that the user wrote."""
     message = str(error).split("\n\nLINE", 1)[0].strip()
+    if "Traceback (most recent call last)" in message:  # of the file system that serves registered files
+        message = message.splitlines()[-1].strip()
     return message.replace(f"quail_{nonce}_", "")

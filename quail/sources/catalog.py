@@ -17,6 +17,16 @@ from quail.errors import SourceError
 from quail.sources.files import PREFIX, RegisteredFiles, find_files
 from quail.sources.frames import to_frame
 
+SETTINGS = (
+    *("Calendar", "default_collation", "default_null_order", "default_order", "ieee_floating_point_ops"),
+    *("integer_division", "max_memory", "memory_limit", "null_order", "order_by_non_integer_literal"),
+    *("pivot_limit", "preserve_insertion_order", "scalar_subquery_error_on_multiple_rows", "schema"),
+    *("search_path", "threads", "TimeZone", "worker_threads"),
+)
+"""What `SET` may change: the meaning and the speed of queries. Others of DuckDB's settings write files, look
+for Python's variables, or let a statement nest until the process ends.
+"""
+
 
 @dataclass(frozen=True)
 class SourceInfo:
@@ -230,8 +240,13 @@ def _connect(database: str | os.PathLike[str] | None) -> duckdb.DuckDBPyConnecti
     path = None if database is None else os.path.abspath(os.path.expanduser(os.fspath(database)))
     if path is not None:
         _check_database(path)
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "python_enable_replacements": False,
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
     try:
-        return duckdb.connect(path or ":memory:", config={"python_enable_replacements": False})
+        return duckdb.connect(path or ":memory:", config=config)
     except duckdb.Error as error:
         raise SourceError(f"database {path!r} cannot be opened: {error}") from None
 
@@ -249,7 +264,9 @@ def _check_database(path: str) -> None:
 
 
 def _restrict(connection: duckdb.DuckDBPyConnection, allow: Iterable[str | os.PathLike[str]]) -> None:
-    """Switches external access off for good, but for registered files and what the caller allows."""
+    """Switches external access off for good, but for registered files and what the caller allows, and locks
+    all settings but `SETTINGS`.
+    """
     if isinstance(allow, str | os.PathLike):
         allow = (allow,)
     folders: list[str] = [PREFIX]
@@ -265,3 +282,5 @@ def _restrict(connection: duckdb.DuckDBPyConnection, allow: Iterable[str | os.Pa
         connection.execute(f"SET allowed_paths = [{', '.join(map(quote_text, files))}]")
     connection.execute("SET enable_external_file_cache = false")
     connection.execute("SET enable_external_access = false")
+    connection.execute(f"SET allowed_configs = [{', '.join(map(quote_text, SETTINGS))}]")
+    connection.execute("SET lock_configuration = true")

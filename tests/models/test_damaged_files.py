@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import struct
 import tracemalloc
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,9 +21,10 @@ from hypothesis import strategies as st
 from quail.errors import ModelError
 from quail.models.config import config_from_hf
 from quail.models.gguf import config_from_gguf
-from quail.models.gguf_file import read_gguf_header
+from quail.models.gguf_file import NumberArray, read_gguf_header
 from quail.models.gguf_tokenizer import tokenizer_from_gguf
 from quail.models.loader import load_model
+from quail.models.safetensors_file import read_header
 from quail.models.tokenizer import Tokenizer
 from tests.models.gguf_files import header, text, write_gguf
 from tests.models.test_config import LLAMA
@@ -238,3 +241,135 @@ def test_damaged_tokenizers_are_refused(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ModelError):
         load(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "field", ["original_max_position_embeddings", "max_position_embeddings", "num_hidden_layers"]
+)
+def test_numbers_that_no_float_holds_are_refused(field: str) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    fields = {**LLAMA, "rope_scaling": scaling, field: 10**400}
+    if field.startswith("original"):
+        fields["rope_scaling"] = {**scaling, field: 10**400}
+    with pytest.raises(ModelError, match=f"{field} is 1000"):
+        config_from_hf(fields, "x")
+
+
+def test_a_panic_of_the_tokenizers_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("llama"), tmp_path / "m"))
+    path = folder / "tokenizer.json"
+    names_no_token = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "absent", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    }
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": names_no_token}))
+    with pytest.raises(ModelError):
+        load(folder, tmp_path)
+
+
+def number_array(kind: int, count: int, item: bytes) -> bytes:
+    return header(tensors=0, keys=1, rest=text("k") + struct.pack("<IIQ", 9, kind, count) + item * count)
+
+
+def short_keys(count: int) -> bytes:
+    keys = b"".join(text(f"{i:x}") + struct.pack("<IB", 0, 1) for i in range(count))
+    return header(tensors=0, keys=count, rest=keys)
+
+
+def short_tensors(count: int) -> bytes:
+    infos = b"".join(text(f"{i:x}") + struct.pack("<IQIQ", 1, 1, 0, 32 * i) for i in range(count))
+    return header(tensors=count, keys=0, rest=infos) + b"\0" * (32 * count + 64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(number_array(kind, 300_000, b"\1") for kind in (0, 1, 7)),
+        number_array(2, 150_000, b"\1\2"),
+        number_array(6, 80_000, b"\1\2\3\4"),
+        number_array(10, 40_000, b"\1\2\3\4\5\6\7\0"),
+        number_array(8, 40_000, text("")),
+        number_array(8, 30_000, text("ab")),
+        header(tensors=0, keys=1, rest=text("k") + struct.pack("<I", 8) + text("\U0001f600" * 100_000)),
+        short_keys(20_000),
+        short_tensors(8_000),
+    ],
+)
+def test_a_header_takes_at_most_ten_times_the_file(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        read_gguf_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(content) + (1 << 18)
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_keys_or_tensors_than_any_model_has(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for content in (short_keys(70_000), header(tensors=140_000, keys=0, rest=b"\0" * 6_000_000)):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=r"at most 65536 and 131072 are read"):
+            read_gguf_header(path)
+
+
+def test_pieces_that_join_in_too_many_ways_are_refused() -> None:
+    tokens = tuple("a" * length for length in range(1, 400))
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": NumberArray(np.zeros(len(tokens))),
+    }
+    with pytest.raises(ModelError, match="pairs of its 399 tokens"):
+        tokenizer_from_gguf(metadata, "x")
+    with pytest.raises(ModelError, match="a token of 5000 characters"):
+        tokenizer_from_gguf({**metadata, "tokenizer.ggml.tokens": ("a" * 5000,)}, "x")
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header_text", "named"),
+    [
+        ('{"a": 1}', "unknown number format"),
+        ("[]", "no object"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        (json.dumps({"a": {**F32, "dtype": "F33"}}), "unknown number format 'F33'"),
+        (json.dumps({"a": {**F32, "dtype": ["F32"]}}), "unknown number format"),
+        (json.dumps({"a": {**F32, "shape": [3]}}), "which is not 8 bytes"),
+        (json.dumps({"a": {**F32, "shape": [-2]}}), "no usable shape"),
+        (json.dumps({"a": {**F32, "shape": [2.0]}}), "no usable shape"),
+        (json.dumps({"a": {**F32, "shape": [True, 2]}}), "no usable shape"),
+        (json.dumps({"a": {**F32, "shape": [2**62, 2**62]}}), "no usable shape"),
+        (json.dumps({"a": {**F32, "shape": [2**39, 2**39, 2**39]}}), "which is not 8 bytes"),
+        (json.dumps({"a": {**F32, "data_offsets": [8, 0]}}), "which is not -8 bytes"),
+        (json.dumps({"a": {**F32, "data_offsets": [0]}}), "no usable shape"),
+        (json.dumps({"a": {**F32, "data_offsets": [8, 16]}}), "begins at byte"),
+        (json.dumps({"a": F32, "b": F32}), "begins at byte"),
+        (json.dumps({}), "end at byte"),
+        ('{"a": 1, "a": 2}', "a name stands twice"),
+    ],
+)
+def test_hostile_safetensors_headers(header_text: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header_text).to_bytes(8, "little") + header_text.encode() + b"\0" * 8)
+    with pytest.raises(ModelError, match=f"not a whole safetensors file: .*{re.escape(named)}"):
+        read_header(path)
+
+
+def test_a_header_longer_than_the_file_or_than_any(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for size in (2**64 - 1, 2**63, 100):
+        path.write_bytes(size.to_bytes(8, "little") + b"{}")
+        with pytest.raises(ModelError, match="does not fit"):
+            read_header(path)
+    with path.open("wb") as file:
+        file.write((2**25).to_bytes(8, "little"))
+        file.truncate(2**26)
+    with pytest.raises(ModelError, match="longer than"):
+        read_header(path)

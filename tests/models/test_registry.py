@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,9 +90,9 @@ def test_paths_are_found_from_anywhere(
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_bytes(b"PK" * 100)
+    (tmp_path / "model.zip").write_bytes(b"PK" * 100)
     with pytest.raises(ModelError, match="not a GGUF file"):
-        load_model(str(tmp_path / "model.bin"), dtype=torch.float32, cache_dir=tmp_path)
+        load_model(str(tmp_path / "model.zip"), dtype=torch.float32, cache_dir=tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_model(str(tmp_path / "folder"), dtype=torch.float32, cache_dir=tmp_path)
@@ -135,8 +136,10 @@ class TestHub:
         root = hub / f"models--{repo.replace('/', '--')}"
         snapshot = root / "snapshots" / ("0" * 40)
         snapshot.mkdir(parents=True)
-        for path in folder.iterdir():
-            os.symlink(path, snapshot / path.name)
+        (root / "blobs").mkdir()
+        for number, path in enumerate(folder.iterdir()):
+            shutil.copy(path, root / "blobs" / f"{number}")
+            os.symlink(f"../../blobs/{number}", snapshot / path.name)
         (root / "refs").mkdir()
         (root / "refs" / "main").write_text("0" * 40)
         return snapshot

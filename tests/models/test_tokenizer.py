@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
 from quail.errors import ModelError, RowError
-from quail.models.gguf_file import read_gguf_header
+from quail.models.gguf_file import NumberArray, read_gguf_header
 from quail.models.gguf_tokenizer import tokenizer_from_gguf
 from quail.models.safetensors_folder import read_tokenizer_source
 from quail.models.tokenizer import Tokenizer, TokenizerSource
@@ -33,6 +33,10 @@ TEXTS = [
     "e\u0301 against \u00e9, \ufeffBOM, zero\u200bwidth, a\0b",
     "{}, {0}, {{x}}, {% if %}, %s",
 ]
+
+
+def numbers(values: list[Any]) -> NumberArray:
+    return NumberArray(np.array(values))
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -322,15 +326,15 @@ class TestFromGGUF:
             ("tokenizer.ggml.model", "bert", "unknown tokenizer model 'bert'"),
             ("tokenizer.ggml.tokens", None, "vocabulary .* is missing"),
             ("tokenizer.ggml.tokens", ("a", "b", "a"), "'a' occurs twice"),
-            ("tokenizer.ggml.token_type", (1, 1), "2 token types"),
+            ("tokenizer.ggml.token_type", numbers([1, 1]), "token_type has 2 entries"),
             ("tokenizer.ggml.merges", None, "merges .* are missing"),
             ("tokenizer.ggml.merges", ("a b c",), "merge 0 is 'a b c'"),
             ("tokenizer.ggml.eos_token_id", 10**6, "the eos token is 1000000"),
             ("tokenizer.ggml.eos_token_id", "x", "the eos token is 'x'"),
-            ("tokenizer.ggml.tokens", "abc", "tokens is no array of str"),
-            ("tokenizer.ggml.tokens", (1, 2), "tokens is no array of str"),
-            ("tokenizer.ggml.token_type", ("1",), "token_type is no array of int"),
-            ("tokenizer.ggml.merges", 7, "merges is no array of str"),
+            ("tokenizer.ggml.tokens", "abc", "tokens is no array of texts"),
+            ("tokenizer.ggml.tokens", (1, 2), "tokens is no array of texts"),
+            ("tokenizer.ggml.token_type", ("1",), "token_type is no array of such numbers"),
+            ("tokenizer.ggml.merges", 7, "merges is no array of texts"),
             ("tokenizer.ggml.pre", ("smollm",), "unknown pre-tokenizer"),
             ("tokenizer.ggml.add_bos_token", "yes", "add_bos_token is 'yes'"),
         ],
@@ -375,8 +379,8 @@ class TestSentencePiece:
         return {
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.tokens": tuple(tokens),
-            "tokenizer.ggml.token_type": tuple(types),
-            "tokenizer.ggml.scores": (0.0,) * 259 + tuple(-float(i) for i in range(len(self.PIECES))),
+            "tokenizer.ggml.token_type": numbers(types),
+            "tokenizer.ggml.scores": numbers([0.0] * 259 + [-float(i) for i in range(len(self.PIECES))]),
             "tokenizer.ggml.bos_token_id": 1,
             "tokenizer.ggml.eos_token_id": 2,
             "tokenizer.ggml.unknown_token_id": 0,
@@ -446,8 +450,10 @@ class TestSentencePiece:
             assert tokenizer.decode(ids_of(tokenizer, text)) == text
 
     def test_scores_are_needed(self) -> None:
-        with pytest.raises(ModelError, match="276 tokens, but 1 scores"):
-            self.tokenizer(**{"tokenizer.ggml.scores": (0.0,)})
+        with pytest.raises(ModelError, match=r"276 tokens, but tokenizer\.ggml\.scores has 1 entries"):
+            self.tokenizer(**{"tokenizer.ggml.scores": numbers([0.0])})
+        with pytest.raises(ModelError, match=r"scores .* are missing"):
+            self.tokenizer(**{"tokenizer.ggml.scores": ()})
 
 
 GOLDEN = {
