@@ -187,7 +187,13 @@ def sql(
     max_rows: Annotated[int, typer.Option(help="Rows that the format table shows.", min=1)] = 40,
     order: Annotated[str, typer.Option(help="auto or as_written.")] = "auto",
     on_long: Annotated[str, typer.Option(help="error or truncate.")] = "error",
-    on_error: Annotated[str, typer.Option(help="raise or null.")] = "raise",
+    on_error: Annotated[
+        str, typer.Option(help="raise, null or details: as null, each failed row a line of standard error.")
+    ] = "raise",
+    max_error_ratio: Annotated[
+        float | None, typer.Option(help="Share of failed questions, 0 to 1, that stops the run.")
+    ] = None,
+    audit: Annotated[float, typer.Option(help="Share of questions asked again without reuse, 0 to 1.")] = 0.0,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the run stops.")] = None,
     progress: Annotated[bool | None, typer.Option(help="Show a bar; by default on terminals.")] = None,
     report: Annotated[
@@ -207,11 +213,20 @@ def sql(
     )
     with _session(config, table, database, allow) as session:
         result = session.sql(_read(statement)).run(
-            order=order, on_long=on_long, on_error=on_error, timeout=timeout, progress=progress
+            order=order,
+            on_long=on_long,
+            on_error=on_error,
+            max_error_ratio=max_error_ratio,
+            audit=audit,
+            timeout=timeout,
+            progress=progress,
         )
         from quail.output import write_table
 
         write_table(result.arrow(), chosen, output, max_rows=max_rows)
+        if on_error == "details":
+            for each in result.errors.to_pylist():
+                print("quail: {table} row {row}: {message} ({kind}, {call})".format(**each), file=sys.stderr)
         if report:
             print(result.report, file=sys.stderr)
 

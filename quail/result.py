@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from quail.errors import QuailError
 from quail.execution.ask_order import in_words
+from quail.execution.error_log import ERROR_SCHEMA, MOST_LISTED
 from quail.rendering import box, html_table, iterate
 
 if TYPE_CHECKING:
@@ -57,8 +58,12 @@ class Report(Mapping[str, Any]):
         answers: where answers came from: `asked` (the model), `stored` (an earlier run, or this one,
             had stored it), `shared` (given by the evaluation of another call that reads the same).
         truncated: documents that were cut because `on_long='truncate'` was set.
-        nulls: NULL answers: of NULL arguments, and of rows that failed in a run that goes on.
-        errors: rows that failed in a run that goes on, each with `row` and `reason`.
+        nulls: NULL answers: of NULL arguments, and of questions that failed in a run that went on.
+        num_errors: questions that failed in a run that went on.
+        errors: the first 1,000 of them: `table`, `row` (the first in which the text stands), `call`, `kind`,
+            `message`.
+        audit: what `run(audit=…)` found: `audited`, `greatest_gap`, `tolerance`, `beyond_tolerance`, `flips`,
+            `audit_tokens`, `seconds`; empty without an audit.
         warnings: what a reader of the result should know.
     """
 
@@ -77,7 +82,9 @@ class Report(Mapping[str, Any]):
     answers: Mapping[str, int] = field(default_factory=dict)
     truncated: int = 0
     nulls: int = 0
-    errors: tuple[Any, ...] = ()
+    num_errors: int = 0
+    errors: tuple[Mapping[str, Any], ...] = ()
+    audit: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -101,7 +108,9 @@ class Report(Mapping[str, Any]):
             answers={name: int(n) for name, n in _sums([report.answers for report in reports]).items()},
             truncated=sum(report.truncated for report in reports),
             nulls=sum(report.nulls for report in reports),
-            errors=tuple(error for report in reports for error in report.errors),
+            num_errors=sum(report.num_errors for report in reports),
+            errors=tuple(error for report in reports for error in report.errors)[:MOST_LISTED],
+            audit=_total_audit([report.audit for report in reports if report.audit]),
             warnings=tuple(dict.fromkeys(warning for report in reports for warning in report.warnings)),
         )
 
@@ -180,7 +189,17 @@ class Report(Mapping[str, Any]):
             lines.append(f"  {self.truncated:,} documents were truncated to fit the model's context")
         if self.errors:
             first = self.errors[0]
-            lines.append(f"  {len(self.errors):,} rows failed, the first {first['row']}: {first['reason']}")
+            lines.append(
+                f"  {self.num_errors:,} questions failed, the first {first['table']} row {first['row']}: "
+                f"{first['message']}"
+            )
+        if self.audit:
+            found = self.audit
+            lines.append(
+                f"  audit: {found['audited']:,} answers asked again without reuse, greatest gap "
+                f"{found['greatest_gap']:.2g} ({found['tolerance']:.2g} allowed), {found['flips']:,} flips, "
+                f"{found['audit_tokens']:,} tokens"
+            )
         return lines
 
 
@@ -207,16 +226,29 @@ def _orders(reports: Sequence[Report]) -> Iterator[Mapping[str, Any]]:
         start += len(report.stages)
 
 
+def _total_audit(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One audit of several runs: sums, beside the greatest gap and what was allowed there."""
+    if not audits:
+        return {}
+    worst = max(audits, key=lambda audit: float(audit["greatest_gap"]))
+    integers = {name for name, value in worst.items() if isinstance(value, int)}
+    total = {name: int(value) if name in integers else value for name, value in _sums(audits).items()}
+    return total | {name: worst[name] for name in ("greatest_gap", "tolerance")}
+
+
 class QueryResult:
     """The rows of a query, in the order the statement gives them.
 
     Attributes:
         report: what the run did.
+        errors: questions that failed, an Arrow table of `table`, `row`, `call`, `kind`, `message`: all of
+            them in a run with `on_error='details'`, the first 1,000 with `'null'`.
     """
 
-    def __init__(self, table: pa.Table, report: Report) -> None:
+    def __init__(self, table: pa.Table, report: Report, errors: pa.Table | None = None) -> None:
         self._table = table
         self.report = report
+        self.errors = ERROR_SCHEMA.empty_table() if errors is None else errors
 
     @property
     def columns(self) -> list[str]:
@@ -250,6 +282,10 @@ class QueryResult:
         """
         frame: polars.DataFrame = _need("polars").from_arrow(self._table)
         return frame
+
+    def batches(self, max_rows: int = 65_536) -> Iterator[pa.RecordBatch]:
+        """The rows as Arrow record batches of at most `max_rows` rows."""
+        yield from self._table.to_batches(max_chunksize=max_rows)
 
     def fetchall(self) -> list[tuple[Any, ...]]:
         """The rows as tuples of Python values."""

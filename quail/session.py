@@ -50,6 +50,7 @@ class RunOptions(TypedDict, total=False):
     on_long: str
     on_error: str
     max_error_ratio: float | None
+    audit: float
     exists_wave: int
     timeout: float | None
     progress: ProgressOption
@@ -258,6 +259,7 @@ class Query:
         on_long: str = "error",
         on_error: str = "raise",
         max_error_ratio: float | None = None,
+        audit: float = 0.0,
         exists_wave: int = 16,
         timeout: float | None = None,
         progress: ProgressOption = None,
@@ -271,9 +273,12 @@ class Query:
             on_error: what to do with a row that cannot be answered: `raise`; `null`: its answer is NULL and
                 the report counts it and lists the first ones; `details`: as `null`, and `result.errors`
                 lists all of them.
-            max_error_ratio: the run stops with `TooManyErrors` when a greater share (0 to 1) of the questions
-                that it took up failed; judged from the 1,000th question on, and at the end. Goes with
-                `on_error='null'` or `'details'`. None: no matter how many.
+            max_error_ratio: the run stops with `TooManyErrors` when a greater share (0 to 1) of its questions
+                failed: at the end of those that it asked, before of as many as there are documents, or of
+                1,000 if that is more. Goes with `on_error='null'` or `'details'`. None: no matter how many.
+            audit: share (0 to 1) of the questions that are computed again alone, without any reuse of KV, and
+                compared; `report.audit` has what came of it, and a difference that rounding cannot explain is
+                a warning. Which ones depends on the prompts alone.
             exists_wave: pairs of one row that are asked at a time where the first match ends the search
                 (EXISTS, SEMI and ANTI joins).
             timeout: seconds after which the run stops with `QueryTimeout`, the wait for other runs of the
@@ -293,7 +298,10 @@ class Query:
         check_choice("order", order, ORDERS)
         check_choice("on_long", on_long, ON_LONG)
         check_choice("on_error", on_error, ON_ERROR)
-        _check_ratio(max_error_ratio, on_error)
+        _check_share("audit", audit)
+        if max_error_ratio is not None:
+            _check_share("max_error_ratio", max_error_ratio)
+            _check_goes_on(max_error_ratio, on_error)
         if not isinstance(exists_wave, int) or exists_wave < 1:
             raise ConfigError(f"exists_wave = {exists_wave!r} must be a whole number of at least 1")
         if timeout is not None and not _is_number(timeout, above=0):
@@ -309,6 +317,7 @@ class Query:
             on_long=on_long,
             on_error=on_error,
             max_error_ratio=max_error_ratio,
+            audit=float(audit),
             order=order,
             exists_wave=exists_wave,
         )
@@ -382,7 +391,8 @@ class Query:
             table = run.result()
             seconds |= part.get("seconds", {})
             seconds["total"] = self._bind_seconds + time.perf_counter() - started
-            return QueryResult(table, _report(table, run, part, answerer, seconds, self._bound.warnings))
+            report = _report(table, run, part, answerer, seconds, self._bound.warnings)
+            return QueryResult(table, report, part.get("error_table"))
         finally:
             run.close()
 
@@ -437,12 +447,13 @@ def _is_number(value: object, *, above: float) -> bool:
     return is_number and above < value < float("inf")  # type: ignore[operator]
 
 
-def _check_ratio(ratio: object, on_error: str) -> None:
-    if ratio is None:
-        return
-    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
-    if not (is_number and 0 <= ratio <= 1):  # type: ignore[operator]
-        raise ConfigError(f"max_error_ratio = {ratio!r} must be a number from 0 to 1, or None")
+def _check_share(name: str, share: object) -> None:
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not (is_number and 0 <= share <= 1):  # type: ignore[operator]
+        raise ConfigError(f"{name} = {share!r} must be a number from 0 to 1")
+
+
+def _check_goes_on(ratio: float, on_error: str) -> None:
     if on_error == "raise":
         raise ConfigError(
             f"max_error_ratio = {ratio!r} has no meaning where the first error stops the run",
@@ -476,7 +487,9 @@ def _report(
         documents=int(part.get("documents", 0)),
         answers=dict(part.get("answers", {})),
         truncated=int(part.get("truncated", 0)),
-        nulls=sum(int(stage.get("null", 0)) for stage in stages),
+        nulls=sum(int(stage.get("null", 0)) for stage in stages) + int(part.get("num_errors", 0)),
+        num_errors=int(part.get("num_errors", 0)),
         errors=tuple(part.get("errors", ())),
+        audit=dict(part.get("audit", {})),
         warnings=(*notes, *part.get("warnings", ())),
     )

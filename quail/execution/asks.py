@@ -133,6 +133,7 @@ class RunControl:
         on_error: `'raise'` stops at the first row that cannot be answered; `'null'` answers it with NULL,
             counts it and lists the first ones; `'details'` lists all.
         max_error_ratio: share of failed questions that stops the run with `TooManyErrors`, or None.
+        audit: share of the questions that are asked again without reuse, 0 to 1.
         order: `'auto'` or `'as_written'`.
         exists_wave: pairs of one row that are asked at a time where the first match ends the search.
     """
@@ -143,6 +144,7 @@ class RunControl:
     on_long: str = "error"
     on_error: str = "raise"
     max_error_ratio: float | None = None
+    audit: float = 0.0
     order: str = "auto"
     exists_wave: int = 16
 

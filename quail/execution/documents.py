@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quail.errors import QuailError
 from quail.execution.stages import Int32s, Pieces
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ ALWAYS_TOKENIZED_BYTES = 2**18
 lengths."""
 
 
+SEARCHED_TEXTS = 256
+"""A text at fault is searched in so many at a time."""
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixIds:
     """Prefix ids of one document.
@@ -27,11 +32,13 @@ class PrefixIds:
         ids: label and document; cut behind the model's context, since no prompt can hold more.
         num_tokens: tokens of the whole prefix; a lower bound where `is_exact` is False.
         is_exact: False for a text so long that it was not tokenized to its end.
+        fault: why the text could not be tokenized; it has no ids then.
     """
 
     ids: Int32s
     num_tokens: int
     is_exact: bool
+    fault: str = ""
 
 
 class DocumentEncoder:
@@ -59,6 +66,20 @@ class DocumentEncoder:
         return self._encode(texts, self._before[:0])
 
     def _encode(self, texts: pa.Array, before: Int32s) -> list[PrefixIds]:
+        """Texts that cannot be tokenized have their fault in the others' midst."""
+        try:
+            return self._encode_all(texts, before)
+        except BaseException as error:
+            if not _is_of_a_text(error):
+                raise
+            if len(texts) == 1:
+                fault = f"the text cannot be tokenized: {_reason(error)}"
+                return [PrefixIds(before[:0], 0, is_exact=True, fault=fault)]
+        size = min(SEARCHED_TEXTS, -(-len(texts) // 2))
+        parts = [texts.slice(start, size) for start in range(0, len(texts), size)]
+        return [found for part in parts for found in self._encode(part, before)]
+
+    def _encode_all(self, texts: pa.Array, before: Int32s) -> list[PrefixIds]:
         sizes = np.asarray(pc.binary_length(texts).to_numpy(zero_copy_only=False), dtype=np.int64)
         is_long = sizes > self._longest_bytes
         if is_long.any():
@@ -77,6 +98,17 @@ class DocumentEncoder:
             whole = np.concatenate([before, ids])
             found.append(PrefixIds(whole[: self._context_tokens], len(whole), is_exact))
         return found
+
+
+def _is_of_a_text(error: BaseException) -> bool:
+    """Whether tokenizing failed because of a text; panics of the tokenizers package are no `Exception`."""
+    is_panic = type(error).__name__ == "PanicException"
+    return is_panic or (isinstance(error, Exception) and not isinstance(error, MemoryError))
+
+
+def _reason(error: BaseException) -> str:
+    lines = (error.message if isinstance(error, QuailError) else str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _head(text: str, num_bytes: int) -> str:

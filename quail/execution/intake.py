@@ -12,6 +12,7 @@ import pyarrow as pa
 from quail.errors import PlanError
 from quail.execution.asks import Asks
 from quail.execution.documents import DocumentEncoder, PrefixIds
+from quail.execution.error_log import NOT_TEXT, TOO_LONG
 from quail.execution.failures import Failures
 from quail.execution.requests import Document, Request
 from quail.execution.scheduler import Scheduler
@@ -60,6 +61,7 @@ class Intake:
         self._context_tokens, self._truncates = context_tokens, truncates
         self._num_label_tokens = len(pieces.prefix)
         self._overlong: dict[int, PrefixIds] = {}
+        self._faults: dict[int, str] = {}
         self._partners: dict[int, PrefixIds] = {}
         self._last_cut = 0
 
@@ -69,11 +71,12 @@ class Intake:
 
     def forget(self, handles: Iterable[int]) -> None:
         """Documents that no later question reads."""
-        for handle in handles if self._overlong else ():
+        for handle in handles if self._overlong or self._faults else ():
             self._overlong.pop(handle, None)
+            self._faults.pop(handle, None)
 
     def requests(self, asks: Asks) -> list[Request]:
-        """The requests of some questions; those whose prompts do not fit are failed."""
+        """The requests of some questions; those whose texts cannot be used or do not fit are failed."""
         self._add_documents(asks)
         stage = self._stages[asks.call]
         partners = self._partners_of(asks, stage)
@@ -99,7 +102,11 @@ class Intake:
                 stage.frame,
                 branches,
             )
-            if self._fits(request, room, partners[place] if partners else None):
+            partner = partners[place] if partners else None
+            fault = self._faults.get(handle) or _fault_of(partner)
+            if fault:
+                self._failures.note(request, NOT_TEXT, fault)
+            elif self._fits(request, room, partner):
                 found.append(self._cut_for_frame(request, own_tokens))
         return found
 
@@ -146,7 +153,8 @@ class Intake:
         if not len(request.frame) or own_tokens == len(document.ids):
             return request
         self._last_cut -= 1
-        cut = Document(self._last_cut, document.ids[:own_tokens], name=document.name)
+        ids = document.ids[:own_tokens]
+        cut = Document(self._last_cut, ids, name=document.name, source=document.source, row=document.row)
         self._scheduler.add(cut)
         return replace(request, document=cut)
 
@@ -161,7 +169,12 @@ class Intake:
         anchor = self._stages[asks.call].call.anchor
         texts = asks.arguments[anchor].take(pa.array(first.values(), type=pa.int64()))
         for (handle, place), prefix in zip(first.items(), self._tokenize(texts), strict=True):
-            self._scheduler.add(Document(handle, prefix.ids, name=_row_name(asks, place)))
+            table, row = _source_of(asks), int(asks.rows[place])
+            self._scheduler.add(
+                Document(handle, prefix.ids, name=f"{table} row {row}", source=table, row=row)
+            )
+            if prefix.fault:
+                self._faults[handle] = prefix.fault
             if prefix.num_tokens >= self._context_tokens:
                 self._overlong[handle] = prefix
             self.num_documents += 1
@@ -186,6 +199,7 @@ class Intake:
             parts += f"{_exactly(partner.is_exact)}{partner.num_tokens} of second document, "
         self._failures.note(
             request,
+            TOO_LONG,
             f"its prompt of {_exactly(is_exact)}{num_tokens + num_question} tokens ({parts}{num_question} of "
             f"question) exceeds the model's context of {self._context_tokens}",
             hint="run(on_long='truncate') cuts such documents, never questions, and counts them",
@@ -218,7 +232,10 @@ def _exactly(is_exact: bool) -> str:
     return "" if is_exact else "more than "
 
 
-def _row_name(asks: Asks, place: int) -> str:
-    if asks.partners is not None and not asks.table:
-        return f"joined row {int(asks.rows[place])}"
-    return f"{asks.table or 'document'} row {int(asks.rows[place])}"
+def _fault_of(partner: PrefixIds | None) -> str:
+    return f"of its second document, {partner.fault}" if partner is not None and partner.fault else ""
+
+
+def _source_of(asks: Asks) -> str:
+    """What to call the source of some questions."""
+    return asks.table or ("document" if asks.partners is None else "joined")

@@ -188,7 +188,7 @@ def _found(run: Run, relational: RelationalRun, forecaster: Forecaster) -> Rehea
         )
         for index, stage in enumerate(relational.stages())
     ]
-    return Rehearsal(tuple(calls), scheduler.num_passes, len(run.failures.errors))
+    return Rehearsal(tuple(calls), scheduler.num_passes, run.failures.log.num_errors)
 
 
 def _forecast(ledger: TokenLedger, work: Work) -> TokenForecast:

@@ -65,6 +65,8 @@ class Document:
         ids: everything that stands before any question or frame.
         keep: whether its KV is worth writing: a later request may read it.
         name: how to call it in messages.
+        source: name of the table in which it stands.
+        row: the first row of that table in which it stands.
         parent: handle of the document whose first pages it borrows.
         shared_tokens: tokens it borrows, whole pages.
         lent_tokens: most tokens that a child borrows from it, whole pages.
@@ -82,6 +84,8 @@ class Document:
     ids: Int32s
     keep: bool = False
     name: str = ""
+    source: str = ""
+    row: int = -1
     parent: int | None = None
     shared_tokens: int = 0
     lent_tokens: int = 0

@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,15 +16,18 @@ import pyarrow as pa
 
 from quail.errors import QueryCancelled
 from quail.execution.asks import Asks, Feed, FollowUp, RunControl
+from quail.execution.audit import Audit
 from quail.execution.calibration import CONTENT_FREE, Means, content_mean, stage_key
 from quail.execution.chunk import Chunk
 from quail.execution.delivery import Delivery
-from quail.execution.failures import Failures
+from quail.execution.error_log import NO_ROOM, NOT_FINITE
+from quail.execution.failures import GO_ON, Failures
 from quail.execution.intake import Intake, check_question
 from quail.execution.packing import Pass
 from quail.execution.recall import Known, Memory, Recall
 from quail.execution.requests import Document, Failure, Request, in_tree_order
 from quail.execution.scheduler import Scheduler
+from quail.execution.shrinking import is_out_of_memory, smaller_budget
 from quail.execution.stages import Float32s, Int64s, Pieces, Stage, compile_stage
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
@@ -97,6 +100,7 @@ class RunStats:
     num_calibration_tokens: int = 0
     warnings: list[str] = field(default_factory=list)
     sharing: list[SharingDecision] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
 
 
 class Run:
@@ -132,6 +136,7 @@ class Run:
         retention: Retention | None = None,
         means: Means | None = None,
         memory: Memory | None = None,
+        dtype: str = "float32",
     ) -> None:
         self.sharing = sharing
         self.model, self.feed, self.control, self.limits = model, feed, control, limits
@@ -150,7 +155,7 @@ class Run:
             writes_for_pool=retention is not None and retention.writes_all,
         )
         self.stats = RunStats()
-        self.failures = Failures(control.on_error)
+        self.failures = Failures(self.stages, control.on_error, control.max_error_ratio)
         self.intake = Intake(
             self.stages,
             self.scheduler,
@@ -171,6 +176,8 @@ class Run:
         self._delivery = Delivery(self.stages, feed, self.means)
         self._known: deque[FollowUp] = deque()
         self._watched: set[Stage] = set()
+        self._least_budget = 1 + max((_num_branch_tokens(stage) for stage in self.stages), default=0)
+        self._audit = self._new_audit(control.audit, dtype) if control.audit else None
         self._num_taken = self._num_taken_tokens = 0
         self._first_take = FIRST_TAKE
         self._started = time.perf_counter()
@@ -180,7 +187,9 @@ class Run:
 
         Raises:
             PlanError: the arena has no room to calibrate a question.
+            PlanError: memory is short for the smallest passes too.
             RowError: a row that cannot be answered, unless errors become NULL.
+            TooManyErrors: more failed than the run may.
             QueryCancelled: `control.cancelled()` said so.
         """
         in_flight: Pass | None = None
@@ -194,18 +203,21 @@ class Run:
                     self._fail(planned.request, planned.reason)
                 elif planned is not None:
                     in_flight = planned
-                    answers = self._forward(planned, self.stages)
-                    self.scheduler.complete(planned)
+                    answers = self._run_pass(planned)
                     in_flight = None
-                    self._hand_over(planned.answered, answers)
-                    self._report_progress()
+                    if answers is not None:
+                        self._hand_over(planned.answered, answers)
+                        self._report_progress()
                 elif self._delivery.holds_answers and not self.failures:
                     for follow_up in self._delivery.deliver_held():
                         self._follow(follow_up)
                 elif not took_any and not self.feed.done:
                     assert self.failures, "the feed waits for answers although no question is left"
                 self._hand_over_failures()
+                num_expected = 0 if self.feed.done else self.feed.num_documents or 1
+                self.failures.check_ratio(self.recall.counts.asked, num_expected)
             self.scheduler.finish()
+            self._finish_audit()
         finally:
             self.scheduler.abandon(in_flight)
             self.recall.close()
@@ -226,8 +238,8 @@ class Run:
         are known already, what follows from them may be more.
         """
         shares = self.sharing is not None and not self.feed.row_limited
-        wanted = SHARING_WINDOW_TOKENS if shares else self.limits.token_budget
-        if self.scheduler.num_fresh_tokens >= self.limits.token_budget:
+        wanted = SHARING_WINDOW_TOKENS if shares else self.scheduler.token_budget
+        if self.scheduler.num_fresh_tokens >= self.scheduler.token_budget:
             return False
         num_batches = 0
         taken: list[Request] = []
@@ -307,6 +319,26 @@ class Run:
     # -- answers out
     # ---------------------------------------------------------------------------------------------
 
+    def _run_pass(self, planned: Pass) -> list[Float32s] | None:
+        """The answers of a pass; None where memory was short and what waits begins anew in smaller ones."""
+        try:
+            answers = self._forward(planned, self.stages)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            num_rows = len(planned.chunk)
+            budget = smaller_budget(error, num_rows=num_rows, least_tokens=self._least_budget)
+        else:
+            self.scheduler.complete(planned)
+            if self._audit is not None:
+                self._audit.check(planned.answered, answers)
+            return answers
+        self.stats.warnings.append(
+            f"a pass of {num_rows:,} tokens did not fit into memory; the run went on with {budget:,} a pass"
+        )
+        self.scheduler.start_over(planned, budget)
+        return None
+
     def _forward(
         self, planned: Pass, stages: Sequence[Stage], *, watches_mass: bool = True
     ) -> list[Float32s]:
@@ -353,7 +385,9 @@ class Run:
             is_finite = np.isfinite(logits).all(axis=1)
             if not is_finite.all():
                 for place in np.flatnonzero(~is_finite).tolist():
-                    self.failures.note(answered[places[place]], "the model's logits are not finite")
+                    self.failures.note(
+                        answered[places[place]], NOT_FINITE, "the model's logits are not finite"
+                    )
                 places = [places[place] for place in np.flatnonzero(is_finite).tolist()]
                 logits = logits[is_finite]
             if places:
@@ -374,11 +408,29 @@ class Run:
                 [prefix.ids for prefix in self.intake.encoder.encode(texts)],
                 [partner.ids for partner in partners] or [stage.frame[:0]] * len(texts),
                 pool=self.scheduler.pool,
-                token_budget=self.limits.token_budget,
+                token_budget=self.scheduler.token_budget,
                 forward=functools.partial(self._forward, stages=[stage], watches_mass=False),
             )
             self.means[stage_key(stage)] = mean
             self.stats.num_calibration_tokens += num_tokens
+
+    def _new_audit(self, share: float, dtype: str) -> Audit:
+        return Audit(share, self.stages, scheduler=self.scheduler, dtype=dtype, forward=self._forward_alone)
+
+    def _forward_alone(self, planned: Pass, stages: Sequence[Stage]) -> list[Float32s]:
+        """A pass of the audit, whose time is counted apart."""
+        before = self.stats.forward_seconds
+        answers = self._forward(planned, stages, watches_mass=False)
+        self.stats.forward_seconds = before
+        return answers
+
+    def _finish_audit(self) -> None:
+        if self._audit is None:
+            return
+        self._audit.finish()
+        self.stats.audit = asdict(self._audit.report)
+        if self._audit.warning is not None:
+            self.stats.warnings.append(self._audit.warning)
 
     def _hand_over_failures(self) -> None:
         """Answers failed requests with NULL."""
@@ -400,7 +452,9 @@ class Run:
     def _fail(self, request: Request, reason: str) -> None:
         """Takes out a request that can never run."""
         self.scheduler.fail(request)
-        self.failures.note(request, reason)
+        self.failures.note(
+            request, NO_ROOM, reason, hint="give KV more memory: EngineConfig(kv_memory=…); or " + GO_ON
+        )
 
     def _report_progress(self) -> None:
         if self.control.on_progress is not None:
@@ -413,6 +467,11 @@ class Run:
                     "seconds": time.perf_counter() - self._started,
                 }
             )
+
+
+def _num_branch_tokens(stage: Stage) -> int:
+    """Tokens of a question that run in one pass with it, however small passes are."""
+    return stage.num_own_tokens - len(stage.tail)
 
 
 def _percent(share: float) -> str:

@@ -207,6 +207,7 @@ class Engine:
             self.retention,
             self._means,
             self.memory,
+            self._about.get("dtype", "float32"),
         )
         run.run()
         run_seconds = time.perf_counter() - started
@@ -214,14 +215,17 @@ class Engine:
         return about | {
             "tokens": run.scheduler.ledger.as_dict(),
             "calls": self._calls(run, len(calls)),
-            "speed_of_light": self._speed_of_light(run, run_seconds),
+            "speed_of_light": self._speed_of_light(run, run_seconds - stats.audit.get("seconds", 0.0)),
             "passes": run.scheduler.num_passes,
             "documents": intake.num_documents,
             "requests": intake.num_requests,
             "answers": asdict(run.recall.counts),
             "truncated": intake.num_truncated,
             "calibration_tokens": stats.num_calibration_tokens,
-            "errors": run.failures.errors,
+            "errors": run.failures.log.first(),
+            "num_errors": run.failures.log.num_errors,
+            "error_table": run.failures.log.table(),
+            "audit": stats.audit,
             "warnings": [*about.get("warnings", ()), *stats.warnings],
             "prefix_sharing": {
                 "planned_shared_tokens": sum(d.shared_tokens for d in stats.sharing if d.shares),

@@ -215,13 +215,13 @@ class Scheduler:
         self.token_budget = token_budget
         self.num_passes -= 1
         for request in reversed(lost.answered):
-            self.ledger.wasted += request.num_own_tokens - request.suffix_done
+            self.ledgers[request.stage].wasted += request.num_own_tokens - request.suffix_done
             request.document.requests.appendleft(request)
         lost_documents = [request.document for request in lost.answered]
         waiting = list(dict.fromkeys([*lost_documents, *self._ready, *self._fresh]))
         for document in waiting:
             for request in document.requests:
-                self.ledger.wasted += request.prefix_computed + request.suffix_done
+                self.ledgers[request.stage].wasted += request.prefix_computed + request.suffix_done
                 request.prefix_computed = request.recomputed = request.suffix_done = 0
             self._leave_parent(document)
             self._drop_kv(document)

@@ -334,12 +334,14 @@ class Docs:
             )
         names: dict[Applied, str] = {}
         reports: list[Report] = []
+        errors: list[pa.Table] = []
         started = time.monotonic()
         catalog = self._session._open()
         try:
             for each in dict.fromkeys(self._block.applied()):
                 before = replace(self, _block=each.block).run(**_with_time_left(options, started))
                 reports.append(before.report)
+                errors.append(before.errors)
                 name = f"quail_applied_{secrets.token_hex(6)}"
                 catalog.register(name, apply_function(each, before.arrow()))
                 names[each] = name
@@ -349,7 +351,8 @@ class Docs:
             for name in names.values():
                 catalog.unregister(name)
         if reports:
-            return QueryResult(result.arrow(), Report.total([*reports, result.report]))
+            whole = Report.total([*reports, result.report])
+            return QueryResult(result.arrow(), whole, pa.concat_tables([*errors, result.errors]))
         return result
 
     def collect(self) -> pa.Table:

@@ -87,7 +87,7 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
 
 
 def measured_rates(config: EngineConfig) -> tuple[Rates, str]:
-    """Rates of the cost model, measured anew and kept (those of a GPU are in a table), and of what they are."""
+    """Rates of the cost model, measured anew and kept (a GPU's are in a table), and of what they are."""
     import torch
 
     device = device_of(config.device)

@@ -237,7 +237,7 @@ def test_rows_that_fail_become_null_and_are_listed(tiny):
     run = tiny.run(CALLS[:2], feed, control=RunControl(on_error="null"))
     assert [feed.answers[0][row] is None for row in range(5)] == [False, True, False, True, False]
     assert sorted(feed.answers[1]) == [0, 2, 4]
-    assert [error["row"] for error in run.failures.errors] == ["t row 1", "t row 3"]
+    assert [(error["table"], error["row"]) for error in run.failures.log.first()] == [("t", 1), ("t", 3)]
 
 
 def test_an_arena_too_small_for_one_row_fails_that_row_alone(tiny):
@@ -245,9 +245,9 @@ def test_an_arena_too_small_for_one_row_fails_that_row_alone(tiny):
     feed = ChainFeed(texts, 2)
     run = tiny.run(CALLS[:2], feed, budget=64, pages=8, control=RunControl(on_error="null"))
     assert [row for row, value in feed.answers[0].items() if value is None] == [0]
-    (error,) = run.failures.errors
-    assert "200 tokens need 13 KV pages" in error["reason"]
-    assert "arena has 8" in error["reason"]
+    (error,) = run.failures.log.first()
+    assert "200 tokens need 13 KV pages" in error["message"]
+    assert "arena has 8" in error["message"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

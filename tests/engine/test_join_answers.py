@@ -80,7 +80,7 @@ def test_a_pair_too_long_only_jointly(engine):
     feed = PairFeed(left, right, (call,))
     run = engine.run((call,), feed, pages=200, control=RunControl(on_error="null"))
     assert [pair for pair, value in feed.values.items() if value is None] == [(0, 1, 2)]
-    assert str(room) in run.failures.errors[0]["reason"]
+    assert str(room) in run.failures.log.first()[0]["message"]
     with pytest.raises(RowError, match=rf"prompt of {room + 1} tokens .* context of {room}"):
         engine.run((call,), PairFeed(left, right, (call,)), pages=200)
     feed = PairFeed(left, right, (call,))
