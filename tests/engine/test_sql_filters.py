@@ -39,6 +39,7 @@ def open_session(folder, tmp_path):
     def open_it(**settings) -> quail.Session:
         settings = {"model": str(folder), "dtype": "float32", "layout": "completion", **settings}
         settings = {"cache_dir": tmp_path, "kv_memory": "16MiB", "prefix_sharing": "off", **settings}
+        settings = {"answers": "off", **settings}
         session = quail.Session(EngineConfig(**settings))
         session.register("t", {"id": list(range(NUM_ROWS)), "body": texts(NUM_ROWS)})
         sessions.append(session)
@@ -85,3 +86,31 @@ def test_rows_do_not_depend_on_the_order(open_session, settings, tail):
     assert written.report.order == (
         {"planned": [0, 1, 2], "calls": [0, 1, 2], "pilot_rows": 0, "revisions": 0},
     )
+
+
+@pytest.mark.parametrize("sharing", ["off", "auto"])
+def test_answers_that_are_kept_count_for_the_pilot(open_session, sharing):
+    """A pilot, or a window, all of whose answers are known ends where it was asked."""
+    session = open_session(answers="memory", prefix_sharing=sharing)
+    first = session.sql(SQL).run(progress=False)
+    assert first.report.order[0]["pilot_rows"] == 20
+    again = session.sql(SQL).run(progress=False)
+    assert again.fetchall() == first.fetchall()
+    assert again.report.tokens["computed"] == 0
+    assert again.report.order[0]["pilot_rows"] == 20
+    half = session.sql(f"{SQL} AND AI.IF(PROMPT('Is it raining? {{0}}', body))").run(progress=False)
+    assert {row for row in half.fetchall()} <= {row for row in first.fetchall()}
+    assert half.report.stages[0]["evaluated"] <= NUM_ROWS
+
+
+def test_rows_that_fail_in_the_pilot_are_null_and_the_run_goes_on(open_session):
+    session = open_session()
+    bodies = texts(NUM_ROWS)
+    for row in range(0, NUM_ROWS, 3):
+        bodies[row] = bodies[row] + " 1" * 600
+    session.register("t", {"id": list(range(NUM_ROWS)), "body": bodies})
+    found = session.sql(SQL).run(progress=False, on_error="null")
+    written = session.sql(SQL).run(progress=False, on_error="null", order="as_written")
+    assert found.fetchall() == written.fetchall()
+    assert not {row for (row,) in found.fetchall() if row % 3 == 0}
+    assert len({error["row"] for error in found.report.errors}) == len(range(0, NUM_ROWS, 3))
