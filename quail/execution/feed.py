@@ -105,8 +105,7 @@ class RunFeed:
 
     @property
     def row_limited(self) -> bool:
-        groups = [planned for planned, _ in self._active] + self._pending
-        return any(planned.row_limit is not None for planned in groups)
+        return any(planned.row_limit is not None for planned, _ in self._active)
 
     def take(self, limit: int) -> tuple[Asks, ...]:
         asks: list[Asks] = []
@@ -163,6 +162,8 @@ class RunFeed:
         assert self._active or not self._pending, "calls of the statement depend on each other in a circle"
 
     def _start(self, planned: AskGroup) -> tuple[AskGroup, Group]:
+        if planned.query.group is not None:
+            return self._start_waves(planned)
         if planned.is_paired:
             return self._start_pairs(planned)
         candidates = self._reader.read(planned.query)
@@ -170,8 +171,6 @@ class RunFeed:
 
     def _start_pairs(self, planned: AskGroup) -> tuple[AskGroup, Group]:
         """A group about pairs: they are looked at a part at a time, those of an anchor one after another."""
-        if planned.query.group is not None:
-            return self._start_waves(planned)
         if planned.row_limit is not None:
             windows = self._reader.windows(planned.query)
             first = next(windows, None)
@@ -198,10 +197,11 @@ class RunFeed:
         return planned, Stream(blocks, make, None, settled)
 
     def _start_waves(self, planned: AskGroup) -> tuple[AskGroup, Group]:
+        """A group about rows of which one TRUE answer each is wanted, a few of its candidates at a time."""
         candidates = self._reader.read(planned.query)
         assert candidates.groups is not None
         first = candidates.taken(np.flatnonzero(places_in_group(candidates.groups) < self._exists_wave))
-        planned = self._pairs.plan(planned, first)
+        planned = self._pairs.plan(planned, first) if planned.is_paired else planned
         (site,), (names,) = planned.sites, planned.columns
         keys = self._register(site, candidates, names)
         return planned, FirstMatch(

@@ -11,6 +11,7 @@ from quail.plan.logical import Operator
 from quail.plan.statement import BoundStatement, Clause, Site, holds_call
 from quail.plan.syntax import Node
 from quail.planner.candidates import CandidatePlanner, CandidateQuery
+from quail.planner.existence import is_existence
 from quail.planner.filter_order import operand_order
 
 MOST_SITES = 250
@@ -65,7 +66,7 @@ class AskGroup:
 
 
 def row_limits(bound: BoundStatement, planner: CandidatePlanner) -> dict[int, int]:
-    """Blocks in which a row limit ends the run early, and the number of passing rows that suffice."""
+    """Blocks in which some passing rows suffice, under a row limit or EXISTS, and their number."""
     groups = plan_groups(bound, planner)
     return {g.sites[0].place.block: g.row_limit for g in groups if g.row_limit is not None}
 
@@ -82,7 +83,9 @@ def plan_groups(bound: BoundStatement, planner: CandidatePlanner) -> list[AskGro
         if query is None:
             continue
         num_asking = sum(map(holds_call, block.conjuncts))
-        row_limit = _row_limit(bound, block.index) if len(sites) == num_asking else None
+        row_limit = None
+        if len(sites) == num_asking:
+            row_limit = 1 if is_existence(block) else _row_limit(bound, block.index)
         groups.append(AskGroup(sites, query, is_chain=True, row_limit=row_limit))
         chained.update(site.index for site in sites)
     deciding = _deciding_sites(bound, planner.order)

@@ -99,7 +99,7 @@ def test_answers_that_are_kept_count_for_the_pilot(open_session, sharing):
     assert again.report.tokens["computed"] == 0
     assert again.report.order[0]["pilot_rows"] == 20
     half = session.sql(f"{SQL} AND AI.IF(PROMPT('Is it raining? {{0}}', body))").run(progress=False)
-    assert {row for row in half.fetchall()} <= {row for row in first.fetchall()}
+    assert set(half.fetchall()) <= set(first.fetchall())
     assert half.report.stages[0]["evaluated"] <= NUM_ROWS
 
 

@@ -83,6 +83,15 @@ def test_a_row_limit_shows_sharing_off(session: quail.Session) -> None:
     assert "tokens (estimated): 405 naive = 405 computed" in text, "all fit the pass that is under way"
 
 
+@pytest.mark.parametrize("where", ["", "logs.id = l.id AND "])
+def test_a_search_that_ends_with_the_first_match_is_no_exact_number(
+    session: quail.Session, where: str
+) -> None:
+    condition = r"AI.IF(PROMPT(E'{0}\n\nIs it raining?', log))"
+    statement = f"SELECT id FROM logs l WHERE EXISTS (SELECT 1 FROM logs WHERE {where}{condition})"
+    assert json.loads(session.sql(statement).explain("json"))["predicted"]["tokens"]["is_exact"] is False
+
+
 def test_a_configured_mode_is_shown(config: EngineConfig, session: quail.Session) -> None:
     from dataclasses import replace
 

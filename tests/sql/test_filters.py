@@ -277,3 +277,62 @@ def test_two_runs_of_one_statement_at_once(tables: StubCatalog) -> None:
     first.close()
     second.close()
     assert run(TWO, tables, Stub(lambda call, key: True)).num_rows == 12
+
+
+EXISTENCE = {
+    "EXISTS (SELECT 1 FROM u WHERE {})": True,
+    "EXISTS (SELECT * FROM u WHERE id > 3 AND NOT {negated} AND {})": True,
+    "NOT EXISTS (SELECT 1 FROM u WHERE {})": False,
+    "EXISTS (SELECT 1 FROM u WHERE u.k = r.k AND {})": True,
+    "NOT EXISTS (SELECT 1 FROM u WHERE u.k = r.k AND {})": False,
+}
+
+
+@pytest.mark.parametrize("condition", EXISTENCE)
+@pytest.mark.parametrize("first", [0, 40, None])
+def test_a_match_in_its_own_table_ends_exists(condition: str, first: int | None) -> None:
+    tables = StubCatalog(
+        "CREATE TABLE r AS SELECT i AS id, 1 AS k FROM range(3) t(i)",
+        "CREATE TABLE u AS SELECT i AS id, 'w' || i AS word, 1 AS k FROM range(5000) t(i)",
+    )
+    stub = Stub(
+        lambda call, key: first is not None and "second" not in call.text and int(key[0][1:]) >= first,
+        batch=8,
+    )
+    sql = condition.format("AI.IF('first ' || u.word)", negated="AI.IF('second ' || u.word)")
+    found = run(f"SELECT id FROM r WHERE {sql}", tables, stub)
+    assert found.num_rows == (3 if EXISTENCE[condition] == (first is not None) else 0)
+    if first is None:
+        assert {key[0] for _, key in stub.asked} >= {f"w{i}" for i in range(4, 5000)}
+    else:
+        assert len(stub.asked) <= 2 * (first + 4 + 8 + 16)
+
+
+def test_a_match_in_the_right_table_ends_a_semi_join() -> None:
+    tables = StubCatalog(
+        "CREATE TABLE r AS SELECT i AS id, i % 2 AS k FROM range(6) t(i)",
+        "CREATE TABLE u AS SELECT i AS id, 'w' || i AS word, i % 2 AS k FROM range(5000) t(i)",
+    )
+    for join, expected in (("SEMI", [0, 2, 4]), ("ANTI", [1, 3, 5])):
+        stub = Stub(lambda call, key: int(key[0][1:]) % 2 == 0, batch=8)
+        found = run(
+            f"SELECT id FROM r {join} JOIN u ON r.k = u.k AND AI.IF('q ' || u.word) ORDER BY id", tables, stub
+        )
+        assert [row[0] for row in rows(found)] == expected
+        assert len(stub.asked) <= 2500 + 16
+
+
+def test_exists_leaves_other_questions_alone() -> None:
+    tables = StubCatalog(
+        "CREATE TABLE r AS SELECT i AS id, 'b' || i AS body FROM range(100) t(i)",
+        "CREATE TABLE u AS SELECT i AS id, 'w' || i AS word FROM range(1000) t(i)",
+    )
+    stub = Stub(lambda call, key: True, batch=8)
+    sql = (
+        "SELECT id, AI.IF('third ' || body) AS x FROM r WHERE AI.IF('first ' || body)"
+        " AND EXISTS (SELECT 1 FROM u WHERE AI.IF('second ' || u.word))"
+    )
+    assert rows(run(sql, tables, stub)) == [(i, True) for i in range(100)]
+    asked = [call for call, _ in stub.asked]
+    assert [asked.count(call) for call in sorted(set(asked))].count(100) == 2
+    assert len(asked) <= 200 + 16
