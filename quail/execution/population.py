@@ -14,7 +14,7 @@ from quail.plan.logical import AICall
 from quail.plan.statement import BoundStatement, Clause, Site, Stage
 from quail.planner.ask_groups import row_limits
 from quail.planner.candidates import CandidatePlanner, CandidateQuery
-from quail.planner.existence import decides_existence
+from quail.planner.existence import may_end_early
 from quail.planner.filter_order import selectivity
 
 EXACT_DOCUMENTS = 4_000
@@ -110,7 +110,7 @@ class Population:
         for each in sites:
             known = each.num_questions if each.is_exact else None
             number = round(num_documents * each.share) if known is None else known
-            is_exact = known is not None and not decides_existence(each.site, self._planner.blocks)
+            is_exact = known is not None and not may_end_early(each.site, self._planner.blocks)
             questions.append(self._forecaster.question(self._call(each), number, is_exact=is_exact))
         if not is_certain:
             counted = replace(counted, num_documents=max(question.num_asked for question in questions))

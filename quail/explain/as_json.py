@@ -113,5 +113,6 @@ def _done(done: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": dict(done["tokens"]),
         "seconds": dict(done["seconds"]),
         "speed_of_light": done.get("speed_of_light"),
+        "order": [dict(order) for order in done.get("order", ())],
         "calls": [dict(stage) for stage in done["stages"]],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quail.execution.ask_order import in_words
 from quail.execution.population import NamedForecast
 from quail.explain.report import LEDGER, BlockReport, EngineReport, PlanReport, SiteReport
 from quail.plan.statement import Stage
@@ -22,7 +23,9 @@ def as_text(plan: PlanReport) -> str:
     for root in (report for report in plan.blocks if report.parent is None):
         lines += tree.block(root)
     lines += _engine_lines(plan.engine) if plan.engine is not None else []
-    lines += _done_lines(plan.engine, plan.done) if plan.done is not None else []
+    if plan.done is not None:
+        lines += _done_lines(plan.engine, plan.done)
+        lines += [f"order: {in_words(order)}" for order in plan.done.get("order", ())]
     lines += [f"warning: {warning}" for warning in plan.bound.warnings]
     return "\n".join(lines)
 
@@ -72,8 +75,7 @@ class _Tree:
 def _questions(site: SiteReport) -> str:
     if site.questions is None:
         return f"after call {', '.join(map(str, site.after))}" if site.after else "questions unknown"
-    ends_early = site.join is not None and site.join.ends_early
-    certainty = "(at most)" if ends_early and site.is_exact else _certainty(site.is_exact)
+    certainty = "(at most)" if site.ends_early and site.is_exact else _certainty(site.is_exact)
     noun = "question" if site.questions == 1 else "questions"
     after = f" after call {', '.join(map(str, site.after))}" if site.after and not site.is_exact else ""
     return f"{site.questions:,} {noun} {certainty}{after}"

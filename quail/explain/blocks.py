@@ -36,6 +36,7 @@ from quail.plan.statement import (
 from quail.plan.syntax import Node
 from quail.planner.anchors import LengthCounter
 from quail.planner.candidates import CandidatePlanner
+from quail.planner.existence import may_end_early
 from quail.planner.filter_order import selectivity
 from quail.planner.optimize import optimize
 
@@ -163,6 +164,7 @@ class Explainer:
                         for argument in site.arguments
                     ),
                     self.joins.joins.get(site.index),
+                    ends_early=not is_barrier and may_end_early(site, self.planner.blocks),
                 )
             )
         return tuple(reports)

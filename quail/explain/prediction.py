@@ -20,6 +20,7 @@ from quail.explain.blocks import Explainer
 from quail.explain.report import EngineReport
 from quail.planner.ask_groups import row_limits
 from quail.planner.estimate import TokenForecast
+from quail.planner.existence import may_end_early
 
 
 def predict(explainer: Explainer, catalog: HasCursor, config: EngineConfig) -> EngineReport:
@@ -57,11 +58,10 @@ def predict(explainer: Explainer, catalog: HasCursor, config: EngineConfig) -> E
 def _uncertain_calls(explainer: Explainer) -> frozenset[int]:
     """Calls that an answer may end: the first match of a row, or the last row of a limit."""
     limited = row_limits(explainer.bound, explainer.planner)
-    joins = explainer.joins.joins
     return frozenset(
         site.call
         for site in explainer.bound.sites
-        if site.place.block in limited or (site.index in joins and joins[site.index].ends_early)
+        if site.place.block in limited or may_end_early(site, explainer.planner.blocks)
     )
 
 

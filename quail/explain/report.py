@@ -33,6 +33,7 @@ class SiteReport:
         arguments: the SQL text of each document.
         join: how a question about a pair will be asked.
         forecast: what the call is expected to take, at the first of its places.
+        ends_early: whether the first match of a row ends its search, so that the others are not asked.
     """
 
     call: int
@@ -47,6 +48,7 @@ class SiteReport:
     arguments: tuple[str, ...] = ()
     join: JoinForecast | None = None
     forecast: CallForecast | None = None
+    ends_early: bool = False
 
 
 @dataclass(frozen=True)

@@ -256,13 +256,13 @@ def test_labels_are_planned_too(open_session):
 
 
 def test_analyze_shows_planned_beside_done(open_session):
-    session = open_session()
+    session = open_session(answers="off")
     session.register("calls", {"id": [1, 2], "text": ["Soup, please.", "Soup, please, and bread."]})
     text = session.sql(DISH).explain(analyze=True)
     figures = {words[0]: words[1:] for line in text.splitlines() if len(words := line.split()) == 3}
     for name in ("naive", "computed", "reused_rewind", "reused_prefix"):
         assert figures[name][0] == figures[name][1]
-    assert "call 0: 2 questions asked" in text
+    assert "done: 2 questions" in text
     done = json.loads(session.sql(DISH).explain("json", analyze=True))["done"]
     assert done["tokens"]["computed"] == int(figures["computed"][1])
 

@@ -47,6 +47,7 @@ DONE = Report(
     seconds={"run": 0.5},
     tokens={"naive": 900, "computed": 400, "reused_rewind": 300, "reused_prefix": 200, "reused_retained": 0},
     speed_of_light=0.4,
+    order=({"planned": [1, 0], "calls": [0, 1], "pilot_rows": 16, "revisions": 1},),
     stages=(
         {
             "call": "AI.IF(…)",
