@@ -32,7 +32,13 @@ _shared: list[Session] = []
 
 
 def ai_if(
-    data: Any, prompt: str, *, column: Columns = None, session: Session | None = None, **options: Any
+    data: Any,
+    prompt: str,
+    *,
+    column: Columns = None,
+    session: Session | None = None,
+    on_error: str = "raise",
+    **options: Any,
 ) -> Any:
     """Whether the answer about each text is TRUE.
 
@@ -41,6 +47,8 @@ def ai_if(
         prompt: the question, with `{0}` where the text stands (`{1}` and so on for further columns).
         column: which column, or columns, of a DataFrame.
         session: whose model answers; None takes one that the helpers share and keep.
+        on_error: a text that cannot be answered stops the call (`raise`), or its answer is NULL (`null`) and
+            a Python warning says how many there were.
         options: of AI.IF, such as `answers=['positive', 'negative']`.
 
     Returns:
@@ -49,14 +57,21 @@ def ai_if(
     Raises:
         ConfigError: data of another kind, or a column that it does not have.
         BindError: a prompt or option that cannot be used.
+        RowError: a text that cannot be answered.
     """
     texts = _texts(data, column)
-    answers = _ask(texts, prompt, session, lambda docs, asked: docs.ai_answer(asked, **options))
+    answers = _ask(texts, prompt, session, on_error, lambda docs, asked: docs.ai_answer(asked, **options))
     return texts.give(answers, "boolean")
 
 
 def ai_score(
-    data: Any, prompt: str, *, column: Columns = None, session: Session | None = None, **options: Any
+    data: Any,
+    prompt: str,
+    *,
+    column: Columns = None,
+    session: Session | None = None,
+    on_error: str = "raise",
+    **options: Any,
 ) -> Any:
     """The probability of TRUE for each text; arguments and errors as for `ai_if`.
 
@@ -64,7 +79,9 @@ def ai_score(
         A pandas float64 (NULL is NaN) or polars Float64 Series, or a list of float and None.
     """
     texts = _texts(data, column)
-    answers = _ask(texts, prompt, session, lambda docs, asked: docs.ai_score(asked, "answer", **options))
+    answers = _ask(
+        texts, prompt, session, on_error, lambda docs, asked: docs.ai_score(asked, "answer", **options)
+    )
     return texts.give(answers, "float64")
 
 
@@ -75,6 +92,7 @@ def ai_classify(
     *,
     column: Columns = None,
     session: Session | None = None,
+    on_error: str = "raise",
     **options: Any,
 ) -> Any:
     """The likeliest category of each text; arguments and errors as for `ai_if`.
@@ -85,6 +103,7 @@ def ai_classify(
         categories: 2 to 255 labels, (label, description) pairs, or a mapping of label to description.
         column: as for `ai_if`.
         session: as for `ai_if`.
+        on_error: as for `ai_if`.
         options: of AI.CLASSIFY.
 
     Returns:
@@ -92,7 +111,11 @@ def ai_classify(
     """
     texts = _texts(data, column)
     answers = _ask(
-        texts, prompt, session, lambda docs, asked: docs.ai_classify(asked, categories, "answer", **options)
+        texts,
+        prompt,
+        session,
+        on_error,
+        lambda docs, asked: docs.ai_classify(asked, categories, "answer", **options),
     )
     return texts.give(answers, "string")
 
@@ -104,6 +127,7 @@ def ai_probabilities(
     *,
     column: Columns = None,
     session: Session | None = None,
+    on_error: str = "raise",
     **options: Any,
 ) -> Any:
     """The probability of each category for each text; arguments and errors as for `ai_classify`.
@@ -117,6 +141,7 @@ def ai_probabilities(
         texts,
         prompt,
         session,
+        on_error,
         lambda docs, asked: docs.ai_probabilities(asked, categories, "answer", **options),
     )
     return texts.give_maps([None if row is None else dict(row) for row in answers.to_pylist()], categories)
@@ -229,7 +254,11 @@ def _framed(series: Any) -> Any:
 
 
 def _ask(
-    texts: _Texts, prompt: str, session: Session | None, add: Callable[[Docs, Prompt], Docs]
+    texts: _Texts,
+    prompt: str,
+    session: Session | None,
+    on_error: str,
+    add: Callable[[Docs, Prompt], Docs],
 ) -> pa.ChunkedArray:
     """The answers, in the order of the texts."""
     asked = prompt_of(prompt, *(f"text{i}" for i in range(len(texts.columns))))
@@ -240,9 +269,19 @@ def _ask(
     name = f"quail_texts_{secrets.token_hex(6)}"
     session.register(name, table)
     try:
-        answers = add(session.docs(name).alias("t"), asked).order_by("row").select("answer").collect()
+        asking = add(session.docs(name).alias("t"), asked).order_by("row").select("answer")
+        result = asking.run(on_error=on_error)
     finally:
         session._open().unregister(name)
+    answers, report = result.arrow(), result.report
+    if report.errors:
+        first = report.errors[0]
+        warnings.warn(
+            f"{report.num_errors:,} texts could not be answered; the first, number {first['row']}: "
+            f"{first['message']}",
+            UserWarning,
+            stacklevel=3,
+        )
     assert answers.num_rows == length
     return answers.column(0)
 

@@ -58,7 +58,7 @@ def content_mean(
         The mean, and the tokens computed for it.
 
     Raises:
-        PlanError: the arena is too small.
+        PlanError: the arena is too small, or the logits are not finite.
     """
     scheduler = Scheduler(
         pool.pages,
@@ -83,6 +83,11 @@ def content_mean(
     finally:
         scheduler.abandon()
     mean: Float32s = np.mean(answers, axis=0, dtype=np.float32)
+    if not np.isfinite(mean).all():
+        raise PlanError(
+            f"the model's logits on content-free documents are not finite: {stage.call.text}",
+            hint="leave out calibrate, or set dtype = 'float32'",
+        )
     return mean, scheduler.ledger.computed
 
 

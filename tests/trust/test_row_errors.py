@@ -264,6 +264,28 @@ def test_a_run_without_errors_has_an_empty_table_of_them(session: quail.Session)
         assert result.report.num_errors == 0
 
 
+@pytest.mark.parametrize("kind", BAD)
+def test_the_helpers_go_on_and_warn(session: quail.Session, kind: str) -> None:
+    texts = texts_with({1: kind, 3: kind}, 5)
+    with pytest.raises(quail.RowError, match="row 1: "):
+        quail.ai_if(texts, "Odd? {0}", session=session)
+    with pytest.warns(UserWarning, match="2 texts could not be answered; the first, number 1: "):
+        answers = quail.ai_score(texts, "Odd? {0}", session=session, on_error="null")
+    assert [answer is None for answer in answers] == [False, True, False, True, False]
+
+
+def test_a_calibration_without_numbers_never_becomes_an_answer(
+    session: quail.Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(session, {}, 3)
+    monkeypatch.setattr(
+        engine.model, "logits", lambda states, rows, ids: np.full((len(rows), len(ids)), np.nan)
+    )
+    call = "AI.IF(PROMPT('Odd? {0}', text), calibrate := 'content')"
+    with pytest.raises(quail.PlanError, match="logits on content-free documents are not finite: AI.IF"):
+        session.sql(f"SELECT {call} FROM docs").run(on_error="null")
+
+
 def test_errors_of_all_parts_of_a_builder_query_are_told(session: quail.Session) -> None:
     register(session, {1: "not_text"}, 3)
     docs = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -148,6 +150,19 @@ def test_a_cancel_before_the_run_means_nothing(session: quail.Session, gate: Gat
     query.cancel()
     gate.go.set()
     assert query.run().fetchall() == [(500,)]
+
+
+def test_ctrl_c_while_waiting_for_another_run(session: quail.Session, gate: Gate) -> None:
+    first = session.sql(COUNT).run(background=True)
+    assert gate.asked.wait(10)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        session.sql("SELECT 1").run()
+    timer.join()
+    assert not first.done
+    gate.go.set()
+    assert first.result(10).fetchall() == [(500,)]
 
 
 # -- functions of the user
