@@ -13,6 +13,9 @@ CLEARLY = 1.1
 MEMORY = 1024
 """Answers of a filter that count for its selectivity; older ones fade: a table may change on its way."""
 
+DOUBT = 8
+"""So many answers of a filter count as much as the mean of all filters of the chain."""
+
 FIRST_LOOK = 32
 """Answers after which the order is looked at for the first time; then after each sixteenth more of them."""
 
@@ -83,9 +86,12 @@ class AskOrder:
         self._num_passed[place] = (self._num_passed[place] + num_passed) * fading
 
     def selectivities(self) -> list[float]:
-        """Hints, and shares observed; nothing known is one half."""
+        """Hints, and shares observed; of a filter of which little is known, nearly that of all others."""
+        seen = zip(self._hints, self._num_answers, self._num_passed, strict=True)
+        known = [(answers, passed) for hint, answers, passed in seen if hint is None]
+        share = (sum(passed for _, passed in known) + 1) / (sum(answers for answers, _ in known) + 2)
         return [
-            (passed + 1) / (answers + 2) if hint is None else hint
+            (passed + DOUBT * share) / (answers + DOUBT) if hint is None else hint
             for hint, answers, passed in zip(self._hints, self._num_answers, self._num_passed, strict=True)
         ]
 

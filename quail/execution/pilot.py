@@ -65,7 +65,7 @@ class Pilot:
             left = [place for place in left if place not in places]
             keys = filters[places[0]].keys[rows]
             distinct = rows[keys >= 0][first_places(keys[keys >= 0])]
-            drawn = distinct[pilot_rows(len(distinct), row_limit)]
+            drawn = distinct[pilot_rows(len(distinct), len(places), row_limit)]
             self.num_rows = max(self.num_rows, len(drawn))
             self._waiting.append((places, drawn))
         self._questions = [

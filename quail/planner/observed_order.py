@@ -19,12 +19,13 @@ from quail.planner.join_order import Cost, JoinPlan, JoinQuery, order_joins
 
 SMALLEST_PILOT = 16
 LARGEST_PILOT = 64
-LEAST_ROWS = 128
-"""No pilot below so many rows.
+ROWS_A_QUESTION = 4
+"""Rows of the table for each question of the pilot, at least.
 
-A pilot row asks about half a question more than it would have: two filters of equal cost, one half passes.
-If nothing is known of two selectivities, knowing their order saves a sixth of a question a row: 16 pilot rows
-pay from about 64 rows on. Their answers count like all others, so twice that is a cautious bound.
+If nothing is known of the selectivities of two filters, knowing their order saves a sixth of a question a row,
+and a pilot row asks about half a question more than it would have; with more filters about all of them but
+two more, to save less than one a row. So the pilot asks no more questions than a quarter of the rows, which
+costs less than it is likely to save. Its answers count like all others.
 """
 
 MOST_EXACT_FILTERS = 6
@@ -125,22 +126,27 @@ class JoinWork:
         return order_joins(query, self.cost, order, with_runner_up=False)
 
 
-def pilot_rows(num_rows: int, row_limit: int | None = None) -> npt.NDArray[np.int64]:
+def pilot_rows(num_rows: int, num_filters: int, row_limit: int | None = None) -> npt.NDArray[np.int64]:
     """Positions of the rows on which selectivities are observed first.
 
     The square root of their number, 16 to 64 of them: the error of a share falls with the root of the pilot,
     and what an error costs grows with the table. One is drawn from each of as many equal parts, with a fixed
     seed: a table that is sorted, or that repeats itself, misleads neither. Where a row limit may end the run
-    early, they are the first rows, no more than the limit wants: those are read in any case.
+    early, they are the first rows, no more than the limit wants: those are read in any case, and each row
+    that counts is asked all filters.
 
     Args:
         num_rows: of the table.
+        num_filters: that are asked of each row drawn.
         row_limit: passing rows that suffice; None for all.
     """
-    if num_rows < LEAST_ROWS or (row_limit is not None and row_limit < SMALLEST_PILOT):
-        return np.zeros(0, dtype=np.int64)
     size = min(LARGEST_PILOT, max(SMALLEST_PILOT, math.isqrt(num_rows)))
+    size = min(size, num_rows // (ROWS_A_QUESTION * num_filters))
     if row_limit is not None:
-        return np.arange(min(size, row_limit), dtype=np.int64)
+        size = min(size, row_limit)
+    if size < SMALLEST_PILOT:
+        return np.zeros(0, dtype=np.int64)
+    if row_limit is not None:
+        return np.arange(size, dtype=np.int64)
     parts = np.random.default_rng(0).random(size) + np.arange(size)
     return np.floor(parts * (num_rows / size)).astype(np.int64)

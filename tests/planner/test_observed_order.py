@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quail.planner.join_order import FilterOperator, JoinOperator, JoinQuery, Relation
 from quail.planner.observed_order import (
     LARGEST_PILOT,
-    LEAST_ROWS,
+    ROWS_A_QUESTION,
     SMALLEST_PILOT,
     FilterWork,
     JoinWork,
@@ -63,24 +63,26 @@ def test_joins_wait_for_the_filters_that_leave_few():
     assert work.cheapest([0.5, 0.5, 0.01])[-1] == 0
 
 
-@given(st.integers(0, 5000))
-def test_a_pilot_draws_one_row_from_each_part(num_rows):
-    rows = pilot_rows(num_rows)
-    assert (len(rows) > 0) == (num_rows >= LEAST_ROWS)
+@given(st.integers(0, 5000), st.integers(1, 10))
+def test_a_pilot_draws_one_row_from_each_part(num_rows, num_filters):
+    rows = pilot_rows(num_rows, num_filters)
+    assert (len(rows) > 0) == (num_rows >= ROWS_A_QUESTION * SMALLEST_PILOT * num_filters)
     if len(rows):
         assert SMALLEST_PILOT <= len(rows) <= LARGEST_PILOT
+        assert len(rows) * num_filters * ROWS_A_QUESTION <= num_rows
         parts = np.linspace(0, num_rows, len(rows) + 1)
         assert (parts[:-1] - 1 < rows).all()
         assert (rows < parts[1:]).all()
         assert (np.diff(rows) > 0).all()
-        assert np.array_equal(rows, pilot_rows(num_rows))
+        assert np.array_equal(rows, pilot_rows(num_rows, num_filters))
 
 
 def test_a_pilot_of_a_large_table_is_small():
-    assert [len(pilot_rows(n)) for n in (127, 128, 400, 1000, 10**6)] == [0, 16, 20, 31, 64]
+    assert [len(pilot_rows(n, 2)) for n in (127, 128, 400, 1000, 10**6)] == [0, 16, 20, 31, 64]
+    assert [len(pilot_rows(n, 250)) for n in (15_999, 16_000, 32_000, 10**6)] == [0, 16, 32, 64]
 
 
 def test_under_a_row_limit_a_pilot_is_the_first_rows():
-    assert pilot_rows(10**6, 20).tolist() == list(range(20))
-    assert pilot_rows(10**6, 10**5).tolist() == list(range(64))
-    assert len(pilot_rows(10**6, SMALLEST_PILOT - 1)) == 0
+    assert pilot_rows(10**6, 2, 20).tolist() == list(range(20))
+    assert pilot_rows(10**6, 2, 10**5).tolist() == list(range(64))
+    assert len(pilot_rows(10**6, 2, SMALLEST_PILOT - 1)) == 0
