@@ -22,10 +22,10 @@ LARGEST_PILOT = 64
 ROWS_A_QUESTION = 4
 """Rows of the table for each question of the pilot, at least.
 
-If nothing is known of the selectivities of two filters, knowing their order saves a sixth of a question a row,
-and a pilot row asks about half a question more than it would have; with more filters about all of them but
-two more, to save less than one a row. So the pilot asks no more questions than a quarter of the rows, which
-costs less than it is likely to save. Its answers count like all others.
+If nothing is known of the selectivities of two filters, knowing their order saves a sixth of a question a
+row, and a pilot row asks about half a question more than it would have; with more filters about all of them
+but two more, to save less than one a row. So the pilot asks no more questions than a quarter of the rows,
+which costs less than it is likely to save. Its answers count like all others.
 """
 
 MOST_EXACT_FILTERS = 6

@@ -98,3 +98,19 @@ def test_report_as_text_is_as_it_is() -> None:
 
 def test_report_of_a_statement_that_asks_nothing() -> None:
     assert str(Report(rows=3, seconds={"total": 0.01})) == "3 rows | no model asked | 0.01 s"
+
+
+def test_orders_of_several_runs_count_their_calls_on() -> None:
+    one = Report(
+        stages=({"call": "a"}, {"call": "b"}),
+        order=({"planned": [0, 1], "calls": [1, 0], "pilot_rows": 16, "revisions": 1},),
+    )
+    total = Report.total([one, one])
+    assert [order["calls"] for order in total.order] == [[1, 0], [3, 2]]
+    assert [order["planned"] for order in total.order] == [[0, 1], [2, 3]]
+    assert "order: calls 1, 0 (planned 0, 1): a pilot of 16 rows, revised once" in str(total)
+    assert "order: calls 3, 2 (planned 2, 3): a pilot of 16 rows, revised once" in str(total)
+    kept = Report(order=({"planned": [0, 1], "calls": [0, 1], "pilot_rows": 0, "revisions": 0},))
+    assert "order: calls 0, 1, as planned" in str(kept)
+    unmoved = Report(order=({"planned": [0, 1], "calls": [0, 1], "pilot_rows": 16, "revisions": 0},))
+    assert "order: calls 0, 1 (planned 0, 1): a pilot of 16 rows, not revised" in str(unmoved)
