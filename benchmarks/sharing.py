@@ -6,6 +6,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -52,7 +53,8 @@ def measure(*, num_calls: int, num_rounds: int) -> list[Line]:
     texts = pq.read_table(CALLS)["text"].to_pylist()[:num_calls]
     engine = Engine.boot(config)
     dtype = getattr(torch, engine.describe()["dtype"])
-    rates = rates_of(torch.device("cpu"), dtype, config.cache_path, again=True)
+    model: Any = engine.model
+    rates = rates_of(torch.device("cpu"), dtype, config.cache_path, model.decoder.kernels, again=True)
     shared, alone = (forecast(config, texts, mode) for mode in ("on", "off"))
     rule = engine.sharing
     found = []

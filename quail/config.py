@@ -18,6 +18,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 LAYOUTS = ("auto", "chat", "completion")
 SHARING = ("auto", "on", "off")
 RETENTION = ("auto", "off", "keep")
+KERNELS = ("auto", "native", "reference")
 
 MOST_THREADS = 1024
 """Threads of the engine; far more make the machine refuse them in the middle of a run."""
@@ -143,6 +144,9 @@ class EngineConfig:
             session.
             None is the file `DATABASE.answers` of a session with a database file, else `memory`.
             `QUAIL_ANSWERS`.
+        kernels: what runs a pass on a CPU: `native` (compiled for this processor at first use), `reference`
+            (torch's operations) or `auto` (native where a C++ compiler and a known processor are).
+            `QUAIL_KERNELS`. Answers are the same within the rounding of the dtype.
         threads: number of CPU threads of the engine; None leaves it to torch. `QUAIL_THREADS`.
         cache_dir: folder for fetched models and measurements; None is `$XDG_CACHE_HOME/quail` or
             `~/.cache/quail`. `QUAIL_CACHE_DIR`.
@@ -161,6 +165,7 @@ class EngineConfig:
     prefix_sharing: str = _environment("QUAIL_PREFIX_SHARING", "auto")
     retention: str = _environment("QUAIL_RETENTION", "auto")
     answers: str | Path | None = _environment("QUAIL_ANSWERS", None)
+    kernels: str = _environment("QUAIL_KERNELS", "auto")
     threads: int | None = _environment("QUAIL_THREADS", None, int)
     cache_dir: str | Path | None = _environment("QUAIL_CACHE_DIR", None)
 
@@ -185,6 +190,7 @@ class EngineConfig:
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("prefix_sharing", self.prefix_sharing, SHARING)
         check_choice("retention", self.retention, RETENTION)
+        check_choice("kernels", self.kernels, KERNELS)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, what="kv_memory")
         if not _is_encodable(self.label):

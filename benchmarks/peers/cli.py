@@ -23,6 +23,7 @@ from benchmarks.peers.tokens import Compiler
 from benchmarks.peers.weights import model_files
 from benchmarks.peers.workloads import WORKLOADS, Sizes, Workload
 from quail.config import EngineConfig
+from quail.kernels.choice import KernelChoice
 from quail.models.device import dtype_name
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -89,6 +90,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _kernels() -> KernelChoice:
+    config = EngineConfig()
+    return KernelChoice.of(config.kernels, "cpu", config.cache_path)
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """The settings that arguments name; `--quick` has other defaults."""
     quick = arguments.quick
@@ -96,7 +102,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         documents=arguments.documents or (QUICK_DOCUMENTS if quick else DOCUMENTS),
         rounds=arguments.rounds or (QUICK_ROUNDS if quick else ROUNDS),
         most_tokens=arguments.most_tokens or (QUICK_MOST_TOKENS if quick else MOST_TOKENS),
-        dtype=arguments.dtype or dtype_name("auto", "cpu"),
+        dtype=arguments.dtype or dtype_name("auto", "cpu", _kernels()),
         threads=arguments.threads,
         kv_gib=arguments.kv_gib,
         is_quick=quick,

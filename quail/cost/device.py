@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quail.cost.roofline import Rates
+from quail.cost.roofline import NORM_MOVES, Rates
 
 if TYPE_CHECKING:
     import torch
+
+    from quail.kernels.interface import Kernels
 
 ASSUMED = Rates(matmul_flops=1.5e11, attention_flops=5e10, memory_bytes=5e9)
 """Rates of a small CPU, where nothing was measured yet."""
@@ -28,39 +30,45 @@ GPU_RATES = {
 """Peak bfloat16 products and memory bandwidth from the makers' data sheets; attention an estimate."""
 
 
+def table_rates(device: torch.device) -> Rates:
+    """Rates of a GPU by its name; `ASSUMED` of other devices that are not CPUs."""
+    import torch
+
+    if device.type != "cuda":
+        return ASSUMED
+    return _gpu_rates(torch.cuda.get_device_name(device)) or GPU_RATES["A100"]
+
+
 def rates_of(
-    device: torch.device, dtype: torch.dtype, cache_dir: Path, *, measure: bool = True, again: bool = False
+    device: torch.device, dtype: torch.dtype, cache_dir: Path, kernels: Kernels, *, again: bool = False
 ) -> Rates:
-    """Rates of a device.
+    """Rates of a device; those of a CPU are measured once (about two seconds) and kept.
 
     Args:
         device: where the model runs.
         dtype: what it runs in.
         cache_dir: where measured rates are kept.
-        measure: measure a CPU that was not measured yet (about two seconds); otherwise `ASSUMED`.
+        kernels: what it runs with; the rates of each are kept apart.
         again: measure even if it was.
     """
-    import torch
-
-    if device.type == "cuda":
-        return _gpu_rates(torch.cuda.get_device_name(device)) or GPU_RATES["A100"]
-    kept = None if again else _read(_kept_at(cache_dir, dtype))
+    if device.type != "cpu":
+        return table_rates(device)
+    path = _kept_at(cache_dir, dtype, kernels.name)
+    kept = None if again else _read(path)
     if kept is not None:
         return kept
-    if not measure:
-        return ASSUMED
-    rates = measure_cpu(dtype)
-    _write(_kept_at(cache_dir, dtype), rates)
+    rates = measure_cpu(dtype, kernels)
+    _write(path, rates)
     return rates
 
 
-def known_rates(device: torch.device, dtype: torch.dtype, cache_dir: Path) -> Rates | None:
+def known_rates(device: torch.device, dtype: torch.dtype, cache_dir: Path, kernels: Kernels) -> Rates | None:
     """Rates of a device that are known: from the table in bfloat16, or measured before. Measures nothing."""
     import torch
 
     if device.type == "cuda":
         return _gpu_rates(torch.cuda.get_device_name(device)) if dtype == torch.bfloat16 else None
-    return _read(_kept_at(cache_dir, dtype)) if device.type == "cpu" else None
+    return _read(_kept_at(cache_dir, dtype, kernels.name)) if device.type == "cpu" else None
 
 
 def _gpu_rates(name: str) -> Rates | None:
@@ -69,47 +77,48 @@ def _gpu_rates(name: str) -> Rates | None:
     return None if found is None else GPU_RATES[found]
 
 
-def _kept_at(cache_dir: Path, dtype: torch.dtype) -> Path:
+def _kept_at(cache_dir: Path, dtype: torch.dtype, kernels: str) -> Path:
     """Where the rates of this CPU are kept, for the threads that torch takes now."""
     import torch
 
-    threads = torch.get_num_threads()
-    return cache_dir / "rates" / f"{_processor()}-{threads}-{str(dtype).removeprefix('torch.')}.json"
+    name = str(dtype).removeprefix("torch.")
+    return cache_dir / "rates" / _file_name(kernels, str(torch.get_num_threads()), name)
 
 
-def kept_rates(cache_dir: Path, dtype: str, threads: int | None = None) -> Rates | None:
+def kept_rates(cache_dir: Path, dtype: str, kernels: str, threads: int | None = None) -> Rates | None:
     """Rates of this CPU that were measured before; torch is not needed.
 
     Args:
         cache_dir: where measured rates are kept.
         dtype: `float32` or `bfloat16`.
+        kernels: name of the kernels.
         threads: of the engine; None takes the measurement with the most threads.
     """
     count = "*" if threads is None else str(threads)
-    paths = (cache_dir / "rates").glob(f"{_processor()}-{count}-{dtype}.json")
+    paths = (cache_dir / "rates").glob(_file_name(kernels, count, dtype))
     paths_by_threads = sorted(paths, key=lambda path: int(path.stem.split("-")[-2]))
     return _read(paths_by_threads[-1]) if paths_by_threads else None
 
 
-def measure_cpu(dtype: torch.dtype) -> Rates:
-    """Measures a CPU: products of a pass's sizes, attention to itself and to a history, and copies larger
-    than its caches.
+def measure_cpu(dtype: torch.dtype, kernels: Kernels) -> Rates:
+    """Measures a CPU with the kernels that run there.
+
+    Products of a pass's sizes, attention to itself and to a history, a norm for what moves rows between
+    products, and copies larger than its caches.
     """
     import torch
 
-    from quail.kernels.attention import flash
-
     with torch.inference_mode():
         hidden, wide, rows = 768, 3072, 1024
-        left, weight = torch.ones(rows, hidden, dtype=dtype), torch.ones(wide, hidden, dtype=dtype)
+        left = torch.ones(rows, hidden, dtype=dtype)
+        weight = kernels.matrix([torch.ones(wide, hidden, dtype=dtype)])
         out = torch.empty(rows, wide, dtype=dtype)
-        matmul = _seconds(lambda: torch.mm(left, weight.t(), out=out))
+        matmul = _seconds(lambda: kernels.product(left, weight, None, out))
         length, heads, head_dim, num_far = 1024, 8, 64, 2048
-        query = torch.ones(1, heads, length, head_dim, dtype=dtype)
-        far = torch.ones(1, heads, num_far, head_dim, dtype=dtype)
+        attention = _seconds(_attention(kernels, dtype, length, heads, head_dim, num_far))
         pairs = length * (length + 1) / 2 + length * num_far
-        attention = _seconds(lambda: flash(query, query, query, True, head_dim**-0.5))
-        attention += _seconds(lambda: flash(query, far, far, False, head_dim**-0.5))
+        states, ones = torch.ones(rows, wide), torch.ones(wide)
+        norm = _seconds(lambda: kernels.norm(states, ones, 1e-5, out))
         source = torch.ones(2**24, dtype=torch.float32)
         target = torch.empty_like(source)
         copy = _seconds(lambda: target.copy_(source))
@@ -117,7 +126,26 @@ def measure_cpu(dtype: torch.dtype) -> Rates:
         matmul_flops=2.0 * rows * hidden * wide / matmul,
         attention_flops=4.0 * heads * pairs * head_dim / attention,
         memory_bytes=2.0 * source.numel() * 4 / copy,
+        row_bytes=float(NORM_MOVES) * states.numel() * dtype.itemsize / norm,
     )
+
+
+def _attention(
+    kernels: Kernels, dtype: torch.dtype, length: int, heads: int, head_dim: int, num_far: int
+) -> Callable[[], object]:
+    """Attention of one segment to a history in pages and to itself, ready to be called."""
+    import numpy as np
+    import torch
+
+    from quail.execution.chunk import BlockTable, Segments
+    from quail.kv.pages import PAGE_TOKENS
+
+    num_pages = num_far // PAGE_TOKENS
+    q = torch.ones(length, heads, head_dim, dtype=dtype)
+    pages = torch.ones(num_pages, PAGE_TOKENS, heads, head_dim, dtype=dtype)
+    segments = Segments(np.array([0]), np.array([length]), np.array([0]), np.array([num_far]))
+    table = BlockTable.of([list(range(num_pages))])
+    return lambda: kernels.attend(q, q, q, pages, pages, segments, table, scale=head_dim**-0.5)
 
 
 def _seconds(work: Callable[[], object], repeats: int = 9) -> float:
@@ -130,15 +158,20 @@ def _seconds(work: Callable[[], object], repeats: int = 9) -> float:
     return min(found[1:])
 
 
+def _file_name(kernels: str, threads: str, dtype: str) -> str:
+    """Of the rates of this processor; `threads` may be a wildcard."""
+    words = f"{_processor()}-{kernels}"
+    return f"{''.join(c if c.isalnum() else '-' for c in words)}-{threads}-{dtype}.json"
+
+
 def _processor() -> str:
-    """A file name for this processor."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":", 1)[1] for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return "".join(c if c.isalnum() else "-" for c in name.strip())
+    return name.strip()
 
 
 def _read(path: Path) -> Rates | None:
@@ -147,7 +180,7 @@ def _read(path: Path) -> Rates | None:
         rates = Rates(**{name: float(value) for name, value in found.items()})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return rates if min(vars(rates).values()) > 0 else None
+    return rates if min(rate for rate in vars(rates).values() if rate is not None) > 0 else None
 
 
 def _write(path: Path, rates: Rates) -> None:
@@ -155,7 +188,7 @@ def _write(path: Path, rates: Rates) -> None:
     partial = path.with_suffix(f".{time.time_ns()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(vars(rates)))
+        partial.write_text(json.dumps({name: rate for name, rate in vars(rates).items() if rate is not None}))
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

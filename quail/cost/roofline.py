@@ -16,11 +16,14 @@ class Rates:
         matmul_flops: floating-point operations of matrix products as large as a pass's.
         attention_flops: the same of attention, scores and values together; masked pairs are not counted.
         memory_bytes: bytes read or written.
+        row_bytes: the same of what moves rows between products, as `row_bytes_per_token` counts it; kernels
+            that fuse these steps move fewer than that, which shows as a higher rate. None is `memory_bytes`.
     """
 
     matmul_flops: float
     attention_flops: float
     memory_bytes: float
+    row_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,24 @@ def attention_flops_per_pair(shape: ModelShape) -> float:
     return 4.0 * shape.num_heads * shape.head_dim * shape.num_layers
 
 
+NORM_MOVES = 9
+"""How often a norm made of torch's operations moves each element: square, mean, scale, weight, copy."""
+
+
 def row_bytes_per_token(shape: ModelShape) -> float:
     """Bytes that one row moves beside products, over all layers.
 
-    A layer reads or writes, for each row: nine times the hidden state in each of two norms (square, mean,
-    scale, weight, copy), five times the rotated heads, four times the attention's output on its way into
-    place, and five times the inner state (activation and gate).
+    A layer reads or writes, for each row: `NORM_MOVES` times the hidden state in each of two norms, five
+    times the rotated heads, four times the attention's output on its way into place, and five times the inner
+    state (activation and gate).
     """
     q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    elements = 18 * shape.hidden_size + 5 * (q_width + kv_width) + 4 * q_width + 5 * shape.intermediate_size
+    elements = (
+        2 * NORM_MOVES * shape.hidden_size
+        + 5 * (q_width + kv_width)
+        + 4 * q_width
+        + 5 * shape.intermediate_size
+    )
     return 1.0 * elements * shape.element_bytes * shape.num_layers
 
 
@@ -84,6 +96,6 @@ def seconds(work: Work, shape: ModelShape, rates: Rates) -> Seconds:
     return Seconds(
         matmul=work.tokens * matmul_flops_per_token(shape) / rates.matmul_flops,
         attention=work.pairs * attention_flops_per_pair(shape) / rates.attention_flops,
-        rows=work.tokens * row_bytes_per_token(shape) / rates.memory_bytes,
+        rows=work.tokens * row_bytes_per_token(shape) / (rates.row_bytes or rates.memory_bytes),
         memory=2 * (work.kv_written + work.kv_read) * kv_bytes_per_token(shape) / rates.memory_bytes,
     )

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from quail.config import EngineConfig
 from quail.cost.budgets import DEFAULT_TOKEN_BUDGET, ModelShape, default_limit_bytes, plan_memory
-from quail.cost.device import ASSUMED, kept_rates, rates_of
+from quail.cost.device import ASSUMED, kept_rates, table_rates
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
 from quail.execution.asks import Feed, RunControl
@@ -20,8 +20,9 @@ from quail.execution.documents import DocumentEncoder
 from quail.execution.run import Limits, Model, Run
 from quail.execution.runner import layout_of, retention_of, shape_of, sharing_rule
 from quail.execution.stages import Pieces, compile_stage
+from quail.kernels.choice import KernelChoice
 from quail.kv.prefix_sharing import PrefixTree
-from quail.models.device import device_of, dtype_name, dtype_of
+from quail.models.device import device_of, dtype_name
 from quail.models.outline import ModelOutline, read_outline
 from quail.plan.logical import AICall
 from quail.planner.estimate import (
@@ -212,11 +213,10 @@ class Forecaster:
 def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
     """Device, dtype and rates of a configuration; torch is asked only where there may be more than a CPU."""
     may_be_more = config.device == "auto" and Path("/dev/nvidia0").exists()
-    if config.device in ("auto", "cpu") and not may_be_more:
-        dtype = dtype_name(config.dtype, "cpu")
-        return "cpu", dtype, kept_rates(config.cache_path, dtype, config.threads)
-    device = device_of(config.device)
-    dtype = dtype_name(config.dtype, device.type)
-    if device.type == "cpu":
-        return "cpu", dtype, kept_rates(config.cache_path, dtype, config.threads)
-    return device.type, dtype, rates_of(device, dtype_of(dtype, device), config.cache_path, measure=False)
+    on_cpu = config.device in ("auto", "cpu") and not may_be_more
+    device_type = "cpu" if on_cpu else device_of(config.device).type
+    choice = KernelChoice.of(config.kernels, device_type, config.cache_path)
+    dtype = dtype_name(config.dtype, device_type, choice)
+    if device_type == "cpu":
+        return "cpu", dtype, kept_rates(config.cache_path, dtype, choice.name, config.threads)
+    return device_type, dtype, table_rates(device_of(config.device))

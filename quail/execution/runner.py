@@ -28,6 +28,7 @@ from quail.execution.calibration import Means
 from quail.execution.recall import Memory, ModelIdentity
 from quail.execution.run import Limits, Model, Retention, Run, SharingRule
 from quail.execution.stages import Pieces
+from quail.kernels.choice import KernelChoice
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
 from quail.kv.retention import RetentionPool, cap_pages
@@ -118,7 +119,7 @@ class Engine:
             store: of answers; None keeps none.
 
         Raises:
-            ConfigError: a device or dtype that this machine does not have.
+            ConfigError: a device, dtype or kernels that this machine does not have.
             ModelError: the model cannot be found, loaded or trusted.
             PlanError: too little memory, with the numbers.
         """
@@ -134,10 +135,13 @@ class Engine:
         check_threads_after_fork(num_threads)
         torch.set_num_threads(num_threads)
         device = device_of(config.device)
-        dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device), device)
+        choice = KernelChoice.of(config.kernels, device.type, config.cache_path)
+        choice = choice.compiled(config.kernels, progress)
+        dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device, choice), device)
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
         layout = layout_of(config, loaded.layout, loaded.chat)
-        decoder = Decoder(loaded.config, {name: t.to(device) for name, t in loaded.weights.items()})
+        kernels = choice.kernels(dtype, device, num_threads)
+        decoder = Decoder(loaded.config, {name: t.to(device) for name, t in loaded.weights.items()}, kernels)
         loaded.weights.clear()
         shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
         budget = config.token_budget or DEFAULT_TOKEN_BUDGET
@@ -157,6 +161,7 @@ class Engine:
             "revision": loaded.revision,
             "device": device.type,
             "dtype": dtype_word(dtype),
+            "kernels": kernels.name,
             "layout": layout.name,
             "token_budget": budget,
             "threads": torch.get_num_threads(),
@@ -166,7 +171,7 @@ class Engine:
         }
         limits = Limits(budget, loaded.config.context_tokens)
         identity = ModelIdentity(loaded.name, loaded.revision, dtype_word(dtype), layout.name)
-        rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path))
+        rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path, kernels))
         return cls(
             PagedDecoder(decoder, arena),
             loaded.tokenizer,
@@ -176,7 +181,7 @@ class Engine:
             sharing_rule(config.prefix_sharing, shape, rates),
             retention_of(config.retention, arena.pages, shape, budget),
             None if store is None else Memory(store, identity),
-            Clock(shape, lambda: known_rates(device, dtype, config.cache_path)),
+            Clock(shape, lambda: known_rates(device, dtype, config.cache_path, kernels)),
         )
 
     def run(self, calls: tuple[AICall, ...], feed: Feed, control: RunControl) -> dict[str, Any]:

@@ -9,15 +9,11 @@ Two kinds of calls, merged by their log-sum-exp:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from quail.execution.chunk import BlockTable, Int64s, Segments
 from quail.kernels.reference import history
-
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def attend(

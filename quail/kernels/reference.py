@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 
 from quail.execution.chunk import BlockTable, Segments
+from quail.kernels.interface import HeadNorms, Matrix, PageWrites
+
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def attend(
@@ -88,3 +94,89 @@ def history(
     if not pieces:
         return k[:0], v[:0]
     return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+
+
+class TorchKernels:
+    """All kernels in torch's own operations, on any device.
+
+    Args:
+        attend: the attention to use.
+        name: what reports call them.
+    """
+
+    def __init__(self, attend: Attend, name: str = "reference") -> None:
+        self.attend = attend
+        self._name = name
+        self._gate_up: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
+        data = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        return Matrix(data, data.shape[0])
+
+    def gated_matrix(self, gate: torch.Tensor, up: torch.Tensor) -> Matrix:
+        return Matrix(torch.cat([gate, up]), gate.shape[0])
+
+    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        if bias is None:
+            torch.mm(x, matrix.data.t(), out=out)
+        else:
+            torch.addmm(bias.to(x.dtype), x, matrix.data.t(), out=out)
+
+    def add_product(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, total: torch.Tensor
+    ) -> None:
+        if x.dtype == total.dtype:
+            total.addmm_(x, matrix.data.t())
+        else:
+            total.add_(x @ matrix.data.t())
+        if bias is not None:
+            total.add_(bias)
+
+    def gated_product(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+        gate_up = self._scratch(x, 2 * matrix.columns)
+        torch.mm(x, matrix.data.t(), out=gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        torch.mul(F.silu(gate, inplace=True), up, out=out)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        out.copy_(F.rms_norm(x, (x.shape[-1],), weight, eps))
+
+    def rotate(
+        self,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+        eps: float,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        writes: PageWrites,
+    ) -> None:
+        num_kv = k_pages.shape[2]
+        num_q = heads.shape[1] - 2 * num_kv
+        turned = heads[:, : num_q + num_kv]
+        rows: torch.Tensor = turned.float()
+        if norms is not None:
+            q, k = rows[:, :num_q], rows[:, num_q:]
+            shape = (heads.shape[2],)
+            rows = torch.cat([F.rms_norm(q, shape, norms.q, eps), F.rms_norm(k, shape, norms.k, eps)], dim=1)
+        first, second = rows.chunk(2, dim=-1)
+        turned_first, turned_second = turned.chunk(2, dim=-1)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        after = torch.mul(first, cos).addcmul_(second, sin, value=-1)
+        turned_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+        turned_first.copy_(after)
+        if len(writes.rows):
+            keys, values = heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
+            k_pages.flatten(0, 1).index_copy_(0, writes.slots, keys.index_select(0, writes.rows))
+            v_pages.flatten(0, 1).index_copy_(0, writes.slots, values.index_select(0, writes.rows))
+
+    def _scratch(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Space that is taken once for the largest pass and used again by each layer and pass."""
+        if self._gate_up is None or self._gate_up.shape[0] < x.shape[0] or self._gate_up.shape[1] != width:
+            self._gate_up = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
+        return self._gate_up[: x.shape[0]]

@@ -1,8 +1,9 @@
 """The forward pass of Llama, Qwen2 and Qwen3 decoders over a packed chunk.
 
-One readable loop over layers. What a family lacks (biases, q/k norms) is None and skipped. Keys and values of
-the rows that keep theirs are written into pages before the layer's attention reads, so a segment may read
-pages that the same pass writes.
+One readable loop over layers; its steps are the kernels', which the engine chooses. What a family lacks
+(biases, q/k norms) is None and skipped. The hidden state is float32 in every dtype. Keys and values of the
+rows that keep theirs are written into pages before the layer's attention reads, so a segment may read pages
+that the same pass writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 
 from quail.execution.chunk import Chunk, Int64s
 from quail.kernels import attention, reference
-from quail.kernels.attention import Attend
+from quail.kernels.interface import HeadNorms, Kernels, Matrix, PageWrites
+from quail.kernels.reference import TorchKernels
 from quail.kv.arena import KVArena
 from quail.kv.pages import PageArena
 from quail.models.config import DecoderConfig
@@ -27,27 +29,26 @@ MASS_VOCAB_ROWS = 2**14
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Weights of one layer, products that share an input fused.
+    """Weights of one layer; products that share an input are one. Norms and biases are float32.
 
     Attributes:
         input_norm, post_norm: (hidden,).
-        qkv: ((heads + 2 kv_heads) · head_dim, hidden), bias or None.
-        out: (hidden, heads · head_dim), bias or None.
-        q_norm, k_norm: (head_dim,) or None.
-        gate_up: (2 · intermediate, hidden).
-        down: (hidden, intermediate).
+        qkv: hidden to (heads + 2 kv_heads) · head_dim, bias or None.
+        out: heads · head_dim to hidden, bias or None.
+        head_norms: of queries and keys, or None.
+        gate_up: hidden to intermediate.
+        down: intermediate to hidden.
     """
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
-    out: torch.Tensor
+    out: Matrix
     out_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    head_norms: HeadNorms | None
+    gate_up: Matrix
+    down: Matrix
 
 
 class Workspace:
@@ -57,15 +58,10 @@ class Workspace:
         self, num_rows: int, config: DecoderConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
         heads = config.num_heads + 2 * config.num_kv_heads
-
-        def rows(width: int) -> torch.Tensor:
-            return torch.empty(num_rows, width, dtype=dtype, device=device)
-
-        self.hidden = rows(config.hidden_size)
-        self.normed = rows(config.hidden_size)
-        self.qkv = rows(heads * config.head_dim)
-        self.rotated = rows((config.num_heads + config.num_kv_heads) * config.head_dim)
-        self.gate_up = rows(2 * config.intermediate_size)
+        self.hidden = torch.empty(num_rows, config.hidden_size, device=device)
+        self.normed = torch.empty(num_rows, config.hidden_size, dtype=dtype, device=device)
+        self.heads = torch.empty(num_rows, heads, config.head_dim, dtype=dtype, device=device)
+        self.inner = torch.empty(num_rows, config.intermediate_size, dtype=dtype, device=device)
         self.num_rows = num_rows
 
 
@@ -75,20 +71,23 @@ class Decoder:
     Args:
         config: the architecture.
         weights: tensors by their Hugging Face names, on the device, in the dtype to run; emptied as they are
-            fused.
-        attend: the attention to use; None takes the fast one on a CPU, the plain one elsewhere.
+            laid out.
+        kernels: what runs the layers; None takes torch's operations, with the fast attention on a CPU and the
+            plain one elsewhere.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: dict[str, torch.Tensor], attend: Attend | None = None
+        self, config: DecoderConfig, weights: dict[str, torch.Tensor], kernels: Kernels | None = None
     ) -> None:
         self.config = config
         self.embedding = weights.pop("model.embed_tokens.weight")
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.final_norm = weights.pop("model.norm.weight").float()
         self.head_weight = self.embedding if config.tied_head else weights.pop("lm_head.weight")
-        self.layers = [_fuse(weights, index) for index in range(config.num_layers)]
-        self.attend = attend or (attention.attend if self.device.type == "cpu" else reference.attend)
+        if kernels is None:
+            kernels = TorchKernels(attention.attend if self.device.type == "cpu" else reference.attend)
+        self.kernels = kernels
+        self.layers = [_layer(weights, index, kernels) for index in range(config.num_layers)]
         self._frequencies = torch.tensor(
             config.rope_inverse_frequencies, dtype=torch.float32, device=self.device
         )
@@ -98,10 +97,14 @@ class Decoder:
     def num_weight_bytes(self) -> int:
         """Bytes of all weights, a tied head counted once."""
         tensors = [self.embedding, self.final_norm]
-        tensors += [t for layer in self.layers for t in vars(layer).values() if t is not None]
         if self.head_weight is not self.embedding:
             tensors.append(self.head_weight)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        matrices: list[Matrix] = []
+        for layer in self.layers:
+            tensors += [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
+            tensors += [] if layer.head_norms is None else [layer.head_norms.q, layer.head_norms.k]
+            matrices += [m for m in vars(layer).values() if isinstance(m, Matrix)]
+        return sum(t.nbytes for t in tensors) + sum(m.num_bytes for m in matrices)
 
     @torch.inference_mode()
     def forward(self, chunk: Chunk, arena: KVArena) -> torch.Tensor:
@@ -110,39 +113,30 @@ class Decoder:
         Returns:
             (r, hidden) float32 states of `chunk.read_rows` behind the final norm, which runs in float32.
         """
-        config, num_rows = self.config, len(chunk)
+        config, kernels, num_rows = self.config, self.kernels, len(chunk)
         space = self._space(num_rows)
-        num_q, num_kv, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        num_q, num_kv, eps = config.num_heads, config.num_kv_heads, config.norm_eps
         hidden, normed = space.hidden[:num_rows], space.normed[:num_rows]
-        qkv = space.qkv[:num_rows]
-        heads = qkv.view(num_rows, num_q + 2 * num_kv, head_dim)
-        rotated = space.rotated[:num_rows].view(num_rows, num_q + num_kv, head_dim)
-        q, k, v = rotated[:, :num_q], rotated[:, num_q:], heads[:, num_q + num_kv :]
+        heads, inner = space.heads[:num_rows], space.inner[:num_rows]
+        q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
         cos, sin = self._rotation(chunk.positions)
-        write_rows, write_slots = self._index(chunk.write_rows), self._index(chunk.write_slots)
+        writes = self._writes(chunk)
 
-        torch.index_select(self.embedding, 0, self._index(chunk.ids.astype(np.int64)), out=hidden)
+        hidden.copy_(self.embedding.index_select(0, self._index(chunk.ids.astype(np.int64))))
         for index, layer in enumerate(self.layers):
             k_pages, v_pages = arena.layer(index)
-            self._norm(hidden, layer.input_norm, normed)
-            _product(normed, layer.qkv, layer.qkv_bias, out=qkv)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                heads[:, :num_q] = self._norm(heads[:, :num_q], layer.q_norm)
-                heads[:, num_q : num_q + num_kv] = self._norm(heads[:, num_q : num_q + num_kv], layer.k_norm)
-            _rotate(heads[:, : num_q + num_kv], cos, sin, out=rotated)
-            if len(write_rows):
-                k_pages.flatten(0, 1).index_copy_(0, write_slots, k.index_select(0, write_rows))
-                v_pages.flatten(0, 1).index_copy_(0, write_slots, v.index_select(0, write_rows))
-            mixed, _ = self.attend(
-                q, k, v, k_pages, v_pages, chunk.segments, chunk.block_table, scale=head_dim**-0.5
+            kernels.norm(hidden, layer.input_norm, eps, out=normed)
+            kernels.product(normed, layer.qkv, layer.qkv_bias, out=heads.flatten(1))
+            kernels.rotate(heads, cos, sin, layer.head_norms, eps, k_pages, v_pages, writes)
+            mixed, _ = kernels.attend(
+                q, k, v, k_pages, v_pages, chunk.segments, chunk.block_table, scale=config.head_dim**-0.5
             )
-            hidden.addmm_(mixed.view(num_rows, -1), layer.out.t())
-            if layer.out_bias is not None:
-                hidden.add_(layer.out_bias)
-            self._norm(hidden, layer.post_norm, normed)
-            _mlp(normed, layer, space.gate_up[:num_rows], hidden)
-        read = hidden.index_select(0, self._index(chunk.read_rows)).float()
-        return F.rms_norm(read, (config.hidden_size,), self.final_norm, config.norm_eps)
+            kernels.add_product(mixed.flatten(1), layer.out, layer.out_bias, total=hidden)
+            kernels.norm(hidden, layer.post_norm, eps, out=normed)
+            kernels.gated_product(normed, layer.gate_up, out=inner)
+            kernels.add_product(inner, layer.down, None, total=hidden)
+        read = hidden.index_select(0, self._index(chunk.read_rows))
+        return F.rms_norm(read, (config.hidden_size,), self.final_norm, eps)
 
     @torch.inference_mode()
     def head(self, states: torch.Tensor, vocab_ids: Int64s | None = None) -> torch.Tensor:
@@ -168,66 +162,46 @@ class Decoder:
     def _index(self, values: Int64s) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        normed = F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
-        return normed if out is None else out.copy_(normed)
-
     def _rotation(self, positions: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
-        """(t, 1, head_dim / 2) cosines and sines, angles in float32 (RoFormer, arXiv:2104.09864)."""
+        """(t, head_dim / 2) cosines and sines, in float32."""
         angles = self._index(positions).float().unsqueeze(1) * self._frequencies
-        return angles.cos().unsqueeze(1).to(self.dtype), angles.sin().unsqueeze(1).to(self.dtype)
+        return angles.cos(), angles.sin()
+
+    def _writes(self, chunk: Chunk) -> PageWrites:
+        rows, slots = self._index(chunk.write_rows), self._index(chunk.write_slots)
+        slot_of_row = torch.full((len(chunk),), -1, dtype=torch.int64, device=self.device)
+        return PageWrites(rows, slots, slot_of_row.index_copy_(0, rows, slots))
 
 
-def _fuse(weights: dict[str, torch.Tensor], index: int) -> Layer:
+def _layer(weights: dict[str, torch.Tensor], index: int, kernels: Kernels) -> Layer:
     def take(name: str) -> torch.Tensor | None:
         return weights.pop(f"model.layers.{index}.{name}", None)
 
-    def join(names: list[str]) -> torch.Tensor | None:
-        found = [tensor for tensor in map(take, names) if tensor is not None]
-        assert len(found) in (0, len(names)), f"layer {index} has some of {names} only"
-        return torch.cat(found) if found else None
-
-    def need(tensor: torch.Tensor | None) -> torch.Tensor:
-        assert tensor is not None, f"layer {index} lacks a tensor that the loader should have demanded"
+    def need(name: str) -> torch.Tensor:
+        tensor = take(name)
+        assert tensor is not None, f"layer {index} lacks {name}, which the loader should have demanded"
         return tensor
 
+    def several(names: list[str]) -> list[torch.Tensor]:
+        found = [tensor for tensor in map(take, names) if tensor is not None]
+        assert len(found) in (0, len(names)), f"layer {index} has some of {names} only"
+        return found
+
     projections = [f"self_attn.{name}_proj" for name in "qkv"]
+    biases = several([f"{name}.bias" for name in projections])
+    out_bias = take("self_attn.o_proj.bias")
+    norms = several(["self_attn.q_norm.weight", "self_attn.k_norm.weight"])
     return Layer(
-        input_norm=need(take("input_layernorm.weight")),
-        post_norm=need(take("post_attention_layernorm.weight")),
-        qkv=need(join([f"{name}.weight" for name in projections])),
-        qkv_bias=join([f"{name}.bias" for name in projections]),
-        out=need(take("self_attn.o_proj.weight")),
-        out_bias=take("self_attn.o_proj.bias"),
-        q_norm=take("self_attn.q_norm.weight"),
-        k_norm=take("self_attn.k_norm.weight"),
-        gate_up=need(join(["mlp.gate_proj.weight", "mlp.up_proj.weight"])),
-        down=need(take("mlp.down_proj.weight")),
+        input_norm=need("input_layernorm.weight").float(),
+        post_norm=need("post_attention_layernorm.weight").float(),
+        qkv=kernels.matrix([need(f"{name}.weight") for name in projections]),
+        qkv_bias=torch.cat(biases).float() if biases else None,
+        out=kernels.matrix([need("self_attn.o_proj.weight")]),
+        out_bias=None if out_bias is None else out_bias.float(),
+        head_norms=HeadNorms(norms[0].float(), norms[1].float()) if norms else None,
+        gate_up=kernels.gated_matrix(need("mlp.gate_proj.weight"), need("mlp.up_proj.weight")),
+        down=kernels.matrix([need("mlp.down_proj.weight")]),
     )
-
-
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor:
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Rotary embedding of (t, heads, head_dim), halves as pairs, written to `out`."""
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-
-
-def _mlp(normed: torch.Tensor, layer: Layer, gate_up: torch.Tensor, hidden: torch.Tensor) -> None:
-    """SwiGLU (arXiv:2002.05202), added to `hidden`; the activation overwrites the gate in place."""
-    torch.mm(normed, layer.gate_up.t(), out=gate_up)
-    gate, up = gate_up.chunk(2, dim=1)
-    F.silu(gate, inplace=True).mul_(up)
-    hidden.addmm_(gate, layer.down.t())
 
 
 class PagedDecoder:

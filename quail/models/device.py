@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quail.config import EngineConfig
@@ -11,6 +10,8 @@ from quail.cost.budgets import available_bytes, default_limit_bytes
 from quail.cost.device import rates_of
 from quail.cost.roofline import Rates
 from quail.errors import ConfigError
+from quail.kernels.build import has_tiles
+from quail.kernels.choice import KernelChoice
 
 if TYPE_CHECKING:
     import torch
@@ -36,29 +37,22 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def dtype_of(name: str, device: torch.device) -> torch.dtype:
+def dtype_of(name: str, device: torch.device, kernels: KernelChoice) -> torch.dtype:
     """The dtype of a configuration on a device."""
     import torch
 
-    return torch.bfloat16 if dtype_name(name, device.type) == "bfloat16" else torch.float32
+    return torch.bfloat16 if dtype_name(name, device.type, kernels) == "bfloat16" else torch.float32
 
 
-def dtype_name(name: str, device_type: str) -> str:
-    """`auto` is bfloat16 where its products are fast, on GPUs and on CPUs with matrix tiles, else float32."""
-    if name == "auto":
-        return "bfloat16" if device_type != "cpu" or has_fast_bfloat16() else "float32"
-    return name
+def dtype_name(name: str, device_type: str, kernels: KernelChoice) -> str:
+    """`auto` is bfloat16 where that is faster, else float32.
 
-
-def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in tiles (AMX).
-
-    With AVX-512 BF16 alone torch's bfloat16 products took twice as long as float32 ones (measured).
+    It is faster on GPUs, on CPUs with matrix tiles (AMX), and where the native kernels multiply bfloat16
+    rows. By torch alone, without tiles, bfloat16 products took twice as long as float32 ones (measured).
     """
-    try:
-        return "amx_bf16" in cpuinfo.read_text()
-    except OSError:
-        return False
+    if name == "auto":
+        return "bfloat16" if device_type != "cpu" or has_tiles() or kernels.multiplies else "float32"
+    return name
 
 
 def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str, str]:
@@ -71,9 +65,11 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
     import torch
 
     device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
+    choice = KernelChoice.of(config.kernels, device.type, config.cache_path).compiled(config.kernels)
+    dtype = dtype_of(config.dtype, device, choice)
     facts = {
         "device": device.type,
+        "kernels": choice.description,
         "dtype": dtype_word(dtype) + (" (chosen)" if config.dtype == "auto" else ""),
         "threads": str(config.threads or torch.get_num_threads()),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
@@ -91,12 +87,14 @@ def measured_rates(config: EngineConfig) -> tuple[Rates, str]:
     import torch
 
     device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
+    choice = KernelChoice.of(config.kernels, device.type, config.cache_path).compiled(config.kernels)
+    dtype = dtype_of(config.dtype, device, choice)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    rates = rates_of(device, dtype, config.cache_path, again=True)
+    kernels = choice.kernels(dtype, device, torch.get_num_threads())
+    rates = rates_of(device, dtype, config.cache_path, kernels, again=True)
     kept = "measured and kept" if device.type == "cpu" else "by a table"
-    return rates, f"rates of {device.type} in {dtype_word(dtype)}, {kept}"
+    return rates, f"rates of {device.type} in {dtype_word(dtype)} with {kernels.name} kernels, {kept}"
 
 
 def _rate_of_products(dtype: torch.dtype, device: torch.device) -> float:

@@ -11,12 +11,12 @@ from quail.execution.asks import RunControl
 from quail.execution.chunk import BlockTable, Chunk, Segments
 from quail.execution.run import Limits, Retention, Run
 from quail.execution.stages import Pieces, compile_stage
-from quail.kernels import reference
 from quail.kv.arena import KVArena
 from quail.kv.retention import RetentionPool
 from quail.models.decoder import Decoder, PagedDecoder
 from quail.models.loader import LoadedModel, load_model
 from quail.plan.prompts import PromptLayout
+from tests.engine.kernel_sets import kernels_here, plain_kernels
 
 
 class RecordingRun(Run):
@@ -47,9 +47,11 @@ class TinyEngine:
     ) -> None:
         self.loaded: LoadedModel = load_model(str(folder), dtype=dtype, cache_dir=cache)
         weights = {name: tensor.clone() for name, tensor in self.loaded.weights.items()}
-        self.decoder = Decoder(self.loaded.config, dict(weights))
+        self.decoder = Decoder(self.loaded.config, dict(weights), kernels_here(dtype))
         self.oracle = Decoder(
-            self.loaded.config, {name: t.float() for name, t in weights.items()}, attend=reference.attend
+            self.loaded.config,
+            {name: t.float() for name, t in weights.items()},
+            kernels=plain_kernels(),
         )
         chat = self.loaded.chat
         self.layout = (

@@ -9,7 +9,8 @@ import pytest
 from quail.cost import budgets
 from quail.cost.budgets import DEFAULT_KV_SHARE, ModelShape, plan_memory
 from quail.errors import PlanError
-from quail.models.device import has_fast_bfloat16
+from quail.kernels.choice import KernelChoice
+from quail.models.device import dtype_name
 
 SHAPE = ModelShape(
     num_layers=30,
@@ -87,10 +88,14 @@ def test_the_default_takes_a_share_of_what_is_available(monkeypatch):
     assert budgets.default_limit_bytes() == 0
 
 
-def test_bfloat16_is_chosen_only_where_the_cpu_has_tiles(tmp_path):
-    info = tmp_path / "cpuinfo"
-    info.write_text("flags : avx512f avx512_bf16\n")
-    assert not has_fast_bfloat16(info)
-    info.write_text("flags : avx512f avx512_bf16 amx_bf16 amx_tile\n")
-    assert has_fast_bfloat16(info)
-    assert not has_fast_bfloat16(tmp_path / "nothing")
+@pytest.mark.parametrize(
+    ("tiles", "multiplies", "expected"),
+    [(False, False, "float32"), (True, False, "bfloat16"), (False, True, "bfloat16")],
+)
+def test_bfloat16_is_chosen_where_its_products_are_fast(monkeypatch, tiles, multiplies, expected):
+    monkeypatch.setattr("quail.models.device.has_tiles", lambda: tiles)
+    monkeypatch.setattr(KernelChoice, "multiplies", property(lambda self: multiplies))
+    choice = KernelChoice(None, "a test")
+    assert dtype_name("auto", "cpu", choice) == expected
+    assert dtype_name("float32", "cpu", choice) == "float32"
+    assert dtype_name("auto", "cuda", choice) == "bfloat16"

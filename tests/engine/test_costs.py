@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +13,12 @@ from quail.cost import device
 from quail.cost.budgets import ModelShape
 from quail.cost.roofline import Rates, row_bytes_per_token, seconds
 from quail.cost.work import Work
+from quail.kernels import attention
+from quail.kernels.reference import TorchKernels
 from quail.kv.prefix_sharing import PrefixTree
 from quail.planner.estimate import DocumentCounts, QuestionCount, forecast_tokens, until_row_limit
 from quail.planner.prefix_sharing import decide
+from tests.engine.kernel_sets import plain_kernels
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -39,13 +45,46 @@ def test_seconds_of_each_kind_of_work():
 
 
 def test_measured_rates_are_kept_and_found_without_torch(tmp_path, monkeypatch):
-    assert device.kept_rates(tmp_path, "float32") is None
-    monkeypatch.setattr(device, "measure_cpu", lambda dtype: RATES)
-    kept = device.rates_of(torch.device("cpu"), torch.float32, tmp_path)
-    assert kept == RATES == device.kept_rates(tmp_path, "float32", torch.get_num_threads())
-    assert device.kept_rates(tmp_path, "float32") == RATES
-    assert device.kept_rates(tmp_path, "bfloat16") is None
-    assert device.kept_rates(tmp_path, "float32", 999) is None
+    kernels, rates = plain_kernels(), replace(RATES, row_bytes=2e4)
+    assert device.kept_rates(tmp_path, "float32", "reference") is None
+    monkeypatch.setattr(device, "measure_cpu", lambda dtype, kernels: rates)
+    kept = device.rates_of(torch.device("cpu"), torch.float32, tmp_path, kernels)
+    assert kept == rates == device.kept_rates(tmp_path, "float32", "reference", torch.get_num_threads())
+    assert device.kept_rates(tmp_path, "float32", "reference") == rates
+    assert device.kept_rates(tmp_path, "bfloat16", "reference") is None
+    assert device.kept_rates(tmp_path, "float32", "reference", 999) is None
+    assert device.kept_rates(tmp_path, "float32", "native AVX-512 VNNI") is None
+
+
+def test_rates_are_measured_with_the_kernels_in_use():
+    class Counting(TorchKernels):
+        calls: ClassVar[list[str]] = []
+
+        def product(self, *args) -> None:
+            self.calls.append("product")
+            super().product(*args)
+
+        def norm(self, *args) -> None:
+            self.calls.append("norm")
+            super().norm(*args)
+
+    attended = []
+
+    def attend(*args, **kwargs):
+        attended.append(args)
+        return attention.attend(*args, **kwargs)
+
+    rates = device.measure_cpu(torch.float32, Counting(attend))
+    assert set(Counting.calls) == {"product", "norm"} and attended
+    assert min(vars(rates).values()) > 0
+
+
+def test_row_traffic_has_a_rate_of_its_own_where_it_was_measured():
+    work = Work(tokens=3)
+    slow = seconds(work, SHAPE, RATES)
+    fast = seconds(work, SHAPE, replace(RATES, row_bytes=4 * RATES.memory_bytes))
+    assert fast.rows == pytest.approx(slow.rows / 4)
+    assert fast.memory == slow.memory
 
 
 def counts(lengths, tree=None, num_documents=None) -> DocumentCounts:

@@ -9,10 +9,12 @@ import torch
 
 from quail.execution.chunk import BlockTable, Chunk, Segments
 from quail.kernels import attention, reference
+from quail.kernels.reference import TorchKernels
 from quail.kv.arena import KVArena
 from quail.kv.pages import PageTable
 from quail.models.config import config_from_hf
 from quail.models.decoder import Decoder
+from tests.engine.kernel_sets import native_kernels
 from tests.models.tiny import make_tiny
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 100, 1000)
@@ -48,12 +50,16 @@ def run_piece(
     return decoder.head(decoder.forward(chunk, arena))
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: f"{v[0]}-{'tied' if v[1] else 'untied'}")
+@pytest.fixture(
+    scope="module",
+    params=[(*each, "native") for each in VARIANTS] + [(*each, "reference") for each in VARIANTS if each[1]],
+    ids=lambda v: f"{v[0]}-{'tied' if v[1] else 'untied'}-{v[2]}",
+)
 def pair(request, tmp_path_factory):
     """(our decoder, the Hugging Face model) of one tiny random model in float32."""
     from transformers import AutoModelForCausalLM
 
-    family, tied = request.param
+    family, tied, kernels = request.param
     head_dim = 32 if family == "qwen3" else None
     folder = make_tiny(tmp_path_factory.mktemp(family), family, tied=tied, seed=7, head_dim=head_dim)
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -61,7 +67,8 @@ def pair(request, tmp_path_factory):
     if tied:
         weights.pop("lm_head.weight", None)
     config = config_from_hf(oracle.config.to_dict(), "the tiny model")
-    return Decoder(config, weights), oracle
+    chosen = native_kernels(torch.float32) if kernels == "native" else TorchKernels(attention.attend)
+    return Decoder(config, weights, chosen), oracle
 
 
 def oracle_logits(oracle, ids) -> torch.Tensor:
@@ -131,10 +138,11 @@ def test_resuming_at_any_cached_length(pair, length):
         assert_close(run_piece(decoder, arena, ids, cached, length, table, writes=0), expected[cached:])
 
 
-@pytest.mark.parametrize("attend", [attention.attend, reference.attend])
-def test_packed_prompts_do_not_see_each_other(pair, attend):
+@pytest.mark.parametrize("attend", [None, attention.attend, reference.attend])
+def test_packed_prompts_do_not_see_each_other(pair, attend, monkeypatch):
     decoder, oracle = pair
-    decoder.attend = attend
+    if attend is not None:
+        monkeypatch.setattr(decoder, "kernels", TorchKernels(attend))
     prompts = [prompt(n, seed=n) for n in (17, 4, 40, 4)]
     stops = np.cumsum([len(p) for p in prompts])
     starts = stops - [len(p) for p in prompts]

@@ -15,6 +15,7 @@ from quail.execution.stages import compile_stage
 from quail.models.decoder import Decoder
 from tests.engine.engines import TinyEngine
 from tests.engine.feeds import ChainFeed, question
+from tests.engine.kernel_sets import kernels_here
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -59,7 +60,7 @@ def test_float32_answers_equal_transformers(engine, texts):
 def test_bfloat16_flips_only_near_ties(engine, texts):
     rounded = {name: t.bfloat16() for name, t in engine.loaded.weights.items()}
     exact = Decoder(engine.loaded.config, {name: t.float() for name, t in rounded.items()})
-    half = Decoder(engine.loaded.config, dict(rounded))
+    half = Decoder(engine.loaded.config, dict(rounded), kernels_here(torch.bfloat16))
     float32, engine.decoder = engine.decoder, exact
     try:
         oracle = engine.run(CALLS, ChainFeed(texts, 2), budget=2048).logits

@@ -17,6 +17,7 @@ from quail.execution.runner import Clock
 from quail.models.outline import read_outline
 from quail.result import Report
 from tests.engine.driver import Driver, ids_of, smallest_arena
+from tests.engine.kernel_sets import plain_kernels
 from tests.models.tiny import make_tiny
 
 RATES = Rates(matmul_flops=1e12, attention_flops=1e12, memory_bytes=1e12)
@@ -128,20 +129,20 @@ def test_stages_have_their_part_of_the_ledger_and_of_the_time(config):
 
 
 def test_rates_that_are_known_without_measuring(tmp_path, monkeypatch):
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert device.known_rates(cpu, torch.float32, tmp_path) is None
-    monkeypatch.setattr(device, "measure_cpu", lambda dtype: RATES)
-    device.rates_of(cpu, torch.float32, tmp_path)
-    assert device.known_rates(cpu, torch.float32, tmp_path) == RATES
-    assert device.known_rates(cpu, torch.bfloat16, tmp_path) is None
+    cpu, cuda, kernels = torch.device("cpu"), torch.device("cuda"), plain_kernels()
+    assert device.known_rates(cpu, torch.float32, tmp_path, kernels) is None
+    monkeypatch.setattr(device, "measure_cpu", lambda dtype, kernels: RATES)
+    device.rates_of(cpu, torch.float32, tmp_path, kernels)
+    assert device.known_rates(cpu, torch.float32, tmp_path, kernels) == RATES
+    assert device.known_rates(cpu, torch.bfloat16, tmp_path, kernels) is None
     names = {"NVIDIA H200": "H200", "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "Some Card 9": None}
     for name, key in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        known = device.known_rates(cuda, torch.bfloat16, tmp_path)
+        known = device.known_rates(cuda, torch.bfloat16, tmp_path, kernels)
         assert known == (device.GPU_RATES[key] if key else None)
-        assert device.known_rates(cuda, torch.float32, tmp_path) is None
-        assert device.rates_of(cuda, torch.float32, tmp_path) == (known or device.GPU_RATES["A100"])
-    assert device.known_rates(torch.device("mps"), torch.float32, tmp_path) is None
+        assert device.known_rates(cuda, torch.float32, tmp_path, kernels) is None
+        assert device.rates_of(cuda, torch.float32, tmp_path, kernels) == (known or device.GPU_RATES["A100"])
+    assert device.known_rates(torch.device("mps"), torch.float32, tmp_path, kernels) is None
 
 
 def test_several_runs_have_one_speed():

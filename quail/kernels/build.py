@@ -1,0 +1,193 @@
+"""The native kernels as a shared library: compiled once for this processor and kept in the cache folder.
+
+The sources lie in `native/`, have a plain C interface and need a C++17 compiler, nothing else. A library's
+file name is the digest of the sources, the compiler and its options, so that each is compiled once; a build
+is tried out in a process of its own before it is kept. Where anything is missing the engine runs on torch
+alone, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+COMPILE_SECONDS = 120
+_CPUINFO = Path("/proc/cpuinfo")
+_TRY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).quail_check())"
+
+
+@dataclass(frozen=True)
+class Level:
+    """A set of instructions to compile for.
+
+    Attributes:
+        name: for people.
+        flags: what /proc/cpuinfo must list.
+        has_products: whether the library multiplies matrices there.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    has_products: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the compiler."""
+        return tuple("-m" + flag.replace("_", "") for flag in self.flags)
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+LEVELS = (
+    Level("AVX-512 VNNI", (*_AVX512, "avx512_vnni"), has_products=True),
+    Level("AVX-512", _AVX512),
+    Level("AVX2", _AVX2),
+)
+
+
+class Unavailable(Exception):
+    """The native kernels cannot be had here; the text says why."""
+
+
+def level_of(cpuinfo: Path = _CPUINFO) -> Level:
+    """The best level of this processor.
+
+    Raises:
+        Unavailable: not a processor that the kernels know.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        raise Unavailable(f"the processor is {platform.machine()}, not x86-64")
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        raise Unavailable(f"{cpuinfo} cannot be read, so the processor is not known") from None
+    found = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    for level in LEVELS:
+        if found.issuperset(level.flags):
+            return level
+    raise Unavailable("the processor has no AVX2")
+
+
+def compiler() -> Path:
+    """The C++ compiler: `$CXX`, else c++, g++ or clang++ on the path.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    for name in (os.environ.get("CXX", "").strip(), "c++", "g++", "clang++"):
+        found = shutil.which(name) if name else None
+        if found is not None:
+            return Path(found).resolve()
+    raise Unavailable("no C++ compiler was found (c++, g++, clang++ or $CXX)")
+
+
+def has_tiles(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the processor multiplies bfloat16 matrices in tiles (AMX), which torch does."""
+    try:
+        return "amx_bf16" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Build:
+    """A library that is to be, or is already.
+
+    Attributes:
+        level: instructions to compile for.
+        compiler: that compiles it.
+        path: of the library.
+    """
+
+    level: Level
+    compiler: Path
+    path: Path
+
+    @classmethod
+    def here(cls, cache_dir: Path) -> Build:
+        """The library for this processor and compiler.
+
+        Raises:
+            Unavailable: there is no such processor or compiler, or compiling failed before.
+        """
+        level, cxx = level_of(), compiler()
+        status = cxx.stat()
+        parts = [str(cxx), str(status.st_size), str(status.st_mtime_ns), *level.options, *OPTIONS]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        for source in sorted(SOURCES.iterdir()):
+            if source.suffix in (".h", ".cpp"):
+                digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        build = cls(level, cxx, cache_dir / "kernels" / f"{digest.hexdigest()[:32]}.so")
+        with contextlib.suppress(OSError):
+            raise Unavailable(build._failure.read_text())
+        return build
+
+    def library(self, progress: Callable[[str], None] | None = None) -> Path:
+        """Compiles the library if it is not there; processes that want the same one wait for each other.
+
+        Raises:
+            Unavailable: it cannot be compiled, does not work, or cannot be kept.
+        """
+        if self.path.is_file():
+            return self.path
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _exclusive(self.path.with_suffix(".lock")):
+                if not self.path.is_file():
+                    if progress is not None:
+                        progress("compiling kernels for this processor (once)")
+                    self._compile()
+        except OSError as error:
+            raise Unavailable(f"{self.path.parent} cannot be written: {error.strerror or error}") from None
+        return self.path
+
+    def _compile(self) -> None:
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".building.", suffix=".so")
+        os.close(handle)
+        building = Path(name)
+        sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+        command = [str(self.compiler), *self.level.options, *OPTIONS, *sources, "-o", name, "-ldl"]
+        try:
+            self._run(command, "did not compile them")
+            self._run([sys.executable, "-I", "-S", "-c", _TRY, name], "compiled them wrongly")
+            building.replace(self.path)
+        finally:
+            building.unlink(missing_ok=True)
+
+    def _run(self, command: list[str], fault: str) -> None:
+        """Runs a step; if it fails the reason is kept, so that it is not tried at every start."""
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{self.compiler} took longer than {COMPILE_SECONDS} seconds") from None
+        if done.returncode == 0:
+            return
+        said = next((line.strip() for line in done.stderr.splitlines() if "error" in line), "")
+        reason = f"{self.compiler} {fault} (exit {done.returncode}{': ' + said if said else ''})"
+        self._failure.write_text(reason)
+        raise Unavailable(reason)
+
+    @property
+    def _failure(self) -> Path:
+        return self.path.with_suffix(".failed")
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    import filelock
+
+    with filelock.FileLock(path):
+        yield

@@ -1,0 +1,106 @@
+"""Which kernels an engine runs with: decided once, at boot, with the reason for `quail doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quail.errors import ConfigError
+from quail.kernels.build import Build, Unavailable, has_tiles
+
+if TYPE_CHECKING:
+    import torch
+
+    from quail.kernels.interface import Kernels
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernels to run with.
+
+    Attributes:
+        build: the native library, or None for torch alone.
+        reason: why there is none; empty where there is one.
+    """
+
+    build: Build | None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, mode: str, device_type: str, cache_dir: Path) -> KernelChoice:
+        """What a configuration comes to on this machine; nothing is compiled.
+
+        Args:
+            mode: `auto`, `native` or `reference`.
+            device_type: `cpu`, `cuda` or `mps`.
+            cache_dir: where compiled libraries are kept.
+
+        Raises:
+            ConfigError: native kernels are demanded and cannot be had.
+        """
+        if mode == "reference":
+            return cls(None, "kernels = 'reference'")
+        try:
+            if device_type != "cpu":
+                raise Unavailable(f"they are for CPUs, and the device is {device_type}")
+            return cls(Build.here(cache_dir))
+        except Unavailable as missing:
+            return _without(mode, missing)
+
+    def compiled(self, mode: str, progress: Callable[[str], None] | None = None) -> KernelChoice:
+        """The same with its library compiled, or without one if that fails.
+
+        Raises:
+            ConfigError: native kernels are demanded and cannot be compiled.
+        """
+        if self.build is None:
+            return self
+        try:
+            self.build.library(progress)
+        except Unavailable as missing:
+            return _without(mode, missing)
+        return self
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether products of bfloat16 rows run in the native kernels: not where torch has matrix tiles."""
+        return self.build is not None and self.build.level.has_products and not has_tiles()
+
+    @property
+    def name(self) -> str:
+        """What reports and files of measured rates call them."""
+        return "reference" if self.build is None else f"native {self.build.level.name}"
+
+    @property
+    def description(self) -> str:
+        """One line for `quail doctor`: which kernels, and why not the native ones."""
+        if self.build is None:
+            return f"reference ({self.reason})"
+        products = "products of bfloat16 included" if self.multiplies else "products by torch"
+        return f"{self.name} ({products}; compiled by {self.build.compiler})"
+
+    def kernels(self, dtype: torch.dtype, device: torch.device, threads: int) -> Kernels:
+        """The kernels for a model; the library is compiled already."""
+        import torch
+
+        from quail.kernels import attention, reference
+        from quail.kernels.reference import TorchKernels
+
+        if self.build is None:
+            return TorchKernels(attention.attend if device.type == "cpu" else reference.attend)
+        from quail.kernels.compiled import IntegerKernels, NativeKernels
+
+        is_integer = self.multiplies and dtype == torch.bfloat16
+        found = IntegerKernels if is_integer else NativeKernels
+        return found(self.build.path, dtype, threads, self.name)
+
+
+def _without(mode: str, missing: Unavailable) -> KernelChoice:
+    if mode == "native":
+        raise ConfigError(
+            f"kernels = 'native', but there are none here: {missing}",
+            hint="kernels = 'auto' runs on torch where native ones cannot be had",
+        ) from None
+    return KernelChoice(None, str(missing))

@@ -1,0 +1,386 @@
+"""The native kernels behind the same interface as the plain ones: a C library called on raw pointers.
+
+Tensors are contiguous where the C side takes no stride; every call checks that, since a wrong pointer is
+silent. The threads are those of torch's own OpenMP runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quail.execution.chunk import BlockTable, Int64s, Segments
+from quail.kernels.interface import HeadNorms, Matrix, PageWrites
+from quail.kernels.reference import TorchKernels
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_int64),
+        ("inner", c_int64),
+        ("packed", c_void_p),
+        ("scales", c_void_p),
+        ("columns", c_int64),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("ending", c_int32),
+        ("threads", c_int32),
+    )
+
+
+class _Pack(ctypes.Structure):
+    _fields_ = (
+        ("parts", c_void_p),
+        ("part_rows", c_void_p),
+        ("num_parts", c_int64),
+        ("inner", c_int64),
+        ("gated", c_int32),
+        ("threads", c_int32),
+        ("packed", c_void_p),
+        ("scales", c_void_p),
+    )
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("threads", c_int32),
+    )
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("eps", c_float),
+        ("threads", c_int32),
+    )
+
+
+class _Rotate(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("heads", "cos", "sin", "q_norm", "k_norm", "k_pages", "v_pages")),
+        ("slots", c_void_p),
+        *((name, c_int64) for name in ("rows", "q_heads", "kv_heads", "head_dim")),
+        ("eps", c_float),
+        ("threads", c_int32),
+    )
+
+
+class _Attend(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out", "lse")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "page_tokens", "segments")),
+        *((name, c_void_p) for name in ("q_start", "q_stop", "paged_tokens", "table_row", "table")),
+        ("table_stride", c_int64),
+        *((name, c_void_p) for name in ("context", "context_end", "history")),
+        ("scale", c_float),
+        ("threads", c_int32),
+    )
+
+
+_STORE, _ADD, _GATE = 0, 1, 2
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Library:
+    """The library as one decoder calls it.
+
+    Args:
+        path: from `build.Build.library`.
+        dtype: of the model: float32 or bfloat16.
+        threads: most threads that a kernel takes.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, threads: int) -> None:
+        self._lib = ctypes.CDLL(str(path))
+        self.dtype, self.threads = dtype, threads
+        self.panel_columns = int(self._lib.quail_panel_columns())
+
+    def call(self, kernel: str, job: ctypes.Structure) -> None:
+        getattr(self._lib, f"quail_{kernel}")(ctypes.byref(job))
+
+    def call_for_dtype(self, kernel: str, job: ctypes.Structure) -> None:
+        self.call(f"{kernel}_{_DTYPES[self.dtype]}", job)
+
+    def pointer(self, tensor: torch.Tensor) -> int:
+        """Of a contiguous tensor of the model's dtype."""
+        assert tensor.dtype == self.dtype and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
+        return tensor.data_ptr()
+
+    def row_pointer(self, tensor: torch.Tensor) -> int:
+        """Of a tensor of the model's dtype whose rows, contiguous each, may lie apart."""
+        row = tensor[:1]
+        assert tensor.dtype == self.dtype and (row.is_contiguous() or not len(row)), tensor.stride()
+        return tensor.data_ptr()
+
+
+class NativeKernels(TorchKernels):
+    """Norms, rotation, gate and attention compiled; products by torch.
+
+    Args:
+        path, dtype, threads: as of the library.
+        name: what reports call them.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, threads: int, name: str = "native") -> None:
+        super().__init__(self._attend, name)
+        self._library = _Library(path, dtype, threads)
+        self._segments: weakref.WeakKeyDictionary[Segments, _FlatSegments] = weakref.WeakKeyDictionary()
+
+    def gated_product(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+        gate_up = self._scratch(x, 2 * matrix.columns)
+        torch.mm(x, matrix.data.t(), out=gate_up)
+        self.gate(gate_up, out)
+
+    def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes silu(gate) · up into `out`: the two, side by side, (t, 2 n), become (t, n)."""
+        library = self._library
+        rows, width = out.shape
+        assert gate_up.shape == (rows, 2 * width)
+        library.call_for_dtype(
+            "gate",
+            _Gate(
+                gate_up=library.pointer(gate_up),
+                out=library.pointer(out),
+                rows=rows,
+                width=width,
+                threads=library.threads,
+            ),
+        )
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        library = self._library
+        rows, width = x.shape
+        assert out.shape == x.shape
+        library.call_for_dtype(
+            "norm",
+            _Norm(
+                x=_floats(x),
+                weight=_floats(weight),
+                out=library.pointer(out),
+                rows=rows,
+                width=width,
+                eps=eps,
+                threads=library.threads,
+            ),
+        )
+
+    def rotate(
+        self,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+        eps: float,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        writes: PageWrites,
+    ) -> None:
+        library = self._library
+        rows, num_heads, head_dim = heads.shape
+        num_kv = k_pages.shape[2]
+        assert writes.slot_of_row.is_contiguous() and len(writes.slot_of_row) == rows
+        library.call_for_dtype(
+            "rotate",
+            _Rotate(
+                heads=library.pointer(heads),
+                cos=_floats(cos),
+                sin=_floats(sin),
+                q_norm=None if norms is None else _floats(norms.q),
+                k_norm=None if norms is None else _floats(norms.k),
+                k_pages=library.pointer(k_pages),
+                v_pages=library.pointer(v_pages),
+                slots=writes.slot_of_row.data_ptr(),
+                rows=rows,
+                q_heads=num_heads - 2 * num_kv,
+                kv_heads=num_kv,
+                head_dim=head_dim,
+                eps=eps,
+                threads=library.threads,
+            ),
+        )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        segments: Segments,
+        block_table: BlockTable,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        library = self._library
+        rows, num_heads, head_dim = q.shape
+        flat = self._flat(segments)
+        table = np.ascontiguousarray(block_table.pages, dtype=np.int64)
+        out = torch.empty(rows, num_heads, head_dim, dtype=q.dtype)
+        lse = torch.empty(rows, num_heads)
+        library.call_for_dtype(
+            "attend",
+            _Attend(
+                q=library.row_pointer(q),
+                k=library.row_pointer(k),
+                v=library.row_pointer(v),
+                k_pages=library.pointer(k_pages),
+                v_pages=library.pointer(v_pages),
+                out=out.data_ptr(),
+                lse=lse.data_ptr(),
+                q_stride=q.stride(0),
+                k_stride=k.stride(0),
+                v_stride=v.stride(0),
+                heads=num_heads,
+                kv_heads=k.shape[1],
+                head_dim=head_dim,
+                page_tokens=k_pages.shape[1],
+                segments=len(segments),
+                q_start=flat.q_start.ctypes.data,
+                q_stop=flat.q_stop.ctypes.data,
+                paged_tokens=flat.paged_tokens.ctypes.data,
+                table_row=flat.table_row.ctypes.data,
+                table=table.ctypes.data,
+                table_stride=table.shape[1],
+                context=flat.context.ctypes.data,
+                context_end=flat.context_end.ctypes.data,
+                history=flat.history.ctypes.data,
+                scale=scale,
+                threads=library.threads,
+            ),
+        )
+        return out, lse
+
+    def _flat(self, segments: Segments) -> _FlatSegments:
+        found = self._segments.get(segments)
+        if found is None:
+            found = self._segments[segments] = _FlatSegments(segments)
+        return found
+
+
+class IntegerKernels(NativeKernels):
+    """Products compiled too, of bfloat16 rows and weights in 16-bit fixed point.
+
+    Each column of weights is scaled by its largest element to 13 bits and a sign, each 64 neighbours of a row
+    to 12 bits and a sign; sums of 64 products are exact, beyond that float32. That is finer than bfloat16.
+    """
+
+    def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
+        return self._packed(parts, sum(len(part) for part in parts), gated=False)
+
+    def gated_matrix(self, gate: torch.Tensor, up: torch.Tensor) -> Matrix:
+        assert gate.shape == up.shape
+        return self._packed([gate, up], len(gate), gated=True)
+
+    def _packed(self, parts: Sequence[torch.Tensor], columns: int, *, gated: bool) -> Matrix:
+        library = self._library
+        inner = parts[0].shape[1]
+        parts = [part.contiguous() for part in parts]
+        width = library.panel_columns // 2 if gated else library.panel_columns
+        num_panels = -(-columns // width)
+        data = torch.empty(num_panels * library.panel_columns, inner + inner % 2, dtype=torch.int16)
+        scales = torch.empty(num_panels * library.panel_columns)
+        pointers = (c_void_p * len(parts))(*(library.pointer(part) for part in parts))
+        rows = (c_int64 * len(parts))(*(len(part) for part in parts))
+        library.call(
+            "pack",
+            _Pack(
+                parts=ctypes.addressof(pointers),
+                part_rows=ctypes.addressof(rows),
+                num_parts=len(parts),
+                inner=inner,
+                gated=gated,
+                threads=library.threads,
+                packed=data.data_ptr(),
+                scales=scales.data_ptr(),
+            ),
+        )
+        return Matrix(data, columns, scales)
+
+    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self._product(x, matrix, bias, self._library.row_pointer(out), out, _STORE)
+
+    def add_product(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, total: torch.Tensor
+    ) -> None:
+        self._product(x, matrix, bias, _floats(total), total, _ADD)
+
+    def gated_product(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+        self._product(x, matrix, None, self._library.row_pointer(out), out, _GATE)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        matrix: Matrix,
+        bias: torch.Tensor | None,
+        pointer: int,
+        out: torch.Tensor,
+        ending: int,
+    ) -> None:
+        rows, inner = x.shape
+        assert out.shape == (rows, matrix.columns) and matrix.data.shape[1] == inner + inner % 2
+        assert matrix.scales is not None
+        self._library.call(
+            "product",
+            _Product(
+                x=self._library.row_pointer(x),
+                x_stride=x.stride(0),
+                rows=rows,
+                inner=inner,
+                packed=matrix.data.data_ptr(),
+                scales=_floats(matrix.scales),
+                columns=matrix.columns,
+                bias=None if bias is None else _floats(bias),
+                out=pointer,
+                out_stride=out.stride(0),
+                ending=ending,
+                threads=self._library.threads,
+            ),
+        )
+
+
+class _FlatSegments:
+    """The arrays of `Segments` as the C side reads them."""
+
+    def __init__(self, segments: Segments) -> None:
+        def flat(values: Int64s) -> Int64s:
+            return np.ascontiguousarray(values, dtype=np.int64)
+
+        self.q_start, self.q_stop = flat(segments.q_start), flat(segments.q_stop)
+        self.paged_tokens, self.table_row = flat(segments.paged_tokens), flat(segments.table_row)
+        ranges = [segments.context_of(place) for place in range(len(segments))]
+        self.context = np.array([each for several in ranges for each in several], dtype=np.int64).reshape(
+            -1, 2
+        )
+        self.context_end = np.cumsum([len(several) for several in ranges], dtype=np.int64)
+        self.history = np.full(len(segments), -1, dtype=np.int64)
+        for number, (first, behind) in enumerate(segments.with_history):
+            self.history[first:behind] = number
+
+
+def _floats(tensor: torch.Tensor) -> int:
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
+    return tensor.data_ptr()

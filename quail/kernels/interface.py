@@ -1,0 +1,145 @@
+"""What a decoder asks of its kernels; chosen once, at boot, and passed on.
+
+`reference.TorchKernels` is the plain version of all of them and the oracle of every faster one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quail.execution.chunk import BlockTable, Segments
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Weights of a product, laid out as the kernels that made it like them.
+
+    Attributes:
+        data: the elements.
+        columns: of the product's result.
+        scales: what the elements are multiples of, where they are integers.
+    """
+
+    data: torch.Tensor
+    columns: int
+    scales: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """Norms of query and key heads before their rotation (Qwen3).
+
+    Attributes:
+        q, k: (head_dim,) float32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PageWrites:
+    """Which rows of a pass keep their KV, and where.
+
+    Attributes:
+        rows: (w,) int64 rows that do.
+        slots: (w,) int64 their slots (page · page_tokens + offset).
+        slot_of_row: (t,) int64 slot of each row, -1 where its KV is not kept.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    slot_of_row: torch.Tensor
+
+
+class Kernels(Protocol):
+    """The work of a layer. Rows are elements of the model's dtype; sums of the hidden state are float32."""
+
+    @property
+    def name(self) -> str:
+        """What `quail doctor`, reports and files of measured rates call them."""
+
+    def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
+        """Lays out the weights of one product: (n, inner) each, their results side by side."""
+
+    def gated_matrix(self, gate: torch.Tensor, up: torch.Tensor) -> Matrix:
+        """Lays out the weights of `gated_product`: (n, inner) each."""
+
+    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Writes x · weightsᵀ + bias into `out`.
+
+        Args:
+            x: (t, inner).
+            matrix: from `matrix`.
+            bias: (columns,) float32 or None.
+            out: (t, columns), overwritten.
+        """
+
+    def add_product(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, total: torch.Tensor
+    ) -> None:
+        """Adds x · weightsᵀ + bias to `total`, (t, columns) float32."""
+
+    def gated_product(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+        """Writes silu(x · gateᵀ) · (x · upᵀ), the inner state of SwiGLU (arXiv:2002.05202), into `out`.
+
+        Args:
+            x: (t, inner).
+            matrix: from `gated_matrix`.
+            out: (t, columns), overwritten.
+        """
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """Root-mean-square norm (arXiv:1910.07467).
+
+        Args:
+            x: (t, width) float32.
+            weight: (width,) float32.
+            eps: added to the mean square.
+            out: (t, width), overwritten.
+        """
+
+    def rotate(
+        self,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+        eps: float,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        writes: PageWrites,
+    ) -> None:
+        """Norms and rotary positions (arXiv:2104.09864) of queries and keys in place, then KV into pages.
+
+        Args:
+            heads: (t, heads + 2 kv_heads, head_dim) queries, keys, values; changed.
+            cos, sin: (t, head_dim / 2) float32; the pairs are halves of a head.
+            norms: of the heads, or None.
+            eps: of the norms.
+            k_pages: (pages, page_tokens, kv_heads, head_dim), changed.
+            v_pages: the same for values.
+            writes: which rows are kept.
+        """
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        segments: Segments,
+        block_table: BlockTable,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the rows of a pass, as `reference.attend`."""

@@ -1,0 +1,52 @@
+// A first trial of a fresh build: products of a few shapes against plain loops.
+
+#include <cmath>
+#include <vector>
+
+#include "products.h"
+#include "simd.h"
+
+using namespace quail;
+
+namespace {
+
+float value(long i) { return float((i * 2654435761u >> 7) % 2001) / 1000.0f - 1.0f; }
+
+bool product_is_right(int64_t rows, int64_t inner, int64_t columns) {
+    std::vector<bf16> x(rows * inner), weights(columns * inner);
+    for (long i = 0; i < rows * inner; ++i) x[i] = round_bf16(value(i));
+    for (long i = 0; i < columns * inner; ++i) weights[i] = round_bf16(value(i + 77));
+    const long panel = quail_panel_columns(), padded = (columns + panel - 1) / panel * panel;
+    std::vector<int16_t> packed(padded * ((inner + 1) / 2 * 2));
+    std::vector<float> scales(padded), out(rows * columns, 1.0f);
+    const void* part = weights.data();
+    const QuailPack packing{&part, &columns, 1, inner, 0, 1, packed.data(), scales.data()};
+    quail_pack(&packing);
+    const QuailProduct job{x.data(), inner, rows, inner, packed.data(), scales.data(), columns, nullptr,
+                           out.data(), columns, 1, 1};
+    quail_product(&job);
+    for (long r = 0; r < rows; ++r) {
+        for (long c = 0; c < columns; ++c) {
+            double expected = 1;
+            for (long k = 0; k < inner; ++k) {
+                expected += double(widen(x[r * inner + k])) * widen(weights[c * inner + k]);
+            }
+            if (!(std::fabs(out[r * columns + c] - expected) < 5e-4 * inner)) return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+extern "C" int quail_check() {
+    if (!quail_has_products()) return 0;
+    for (long rows : {1, 13, 40}) {
+        for (long inner : {2, 34, 96}) {
+            for (long columns : {1, 33, 64}) {
+                if (!product_is_right(rows, inner, columns)) return 1;
+            }
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,42 @@
+// Products of bfloat16 rows with packed weights, by 16-bit integers: the C interface.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// One product. Strides in elements. `out` holds float32 where added to, else bfloat16.
+struct QuailProduct {
+    const void* x;  // (rows, inner) bfloat16
+    int64_t x_stride;
+    int64_t rows;
+    int64_t inner;
+    const void* packed;   // from quail_pack
+    const float* scales;  // from quail_pack
+    int64_t columns;      // of out
+    const float* bias;    // (columns,) or null
+    void* out;            // (rows, columns)
+    int64_t out_stride;
+    int32_t ending;  // 0 store, 1 add, 2 silu(gate) * up
+    int32_t threads;
+};
+
+// Weights to be packed: the rows of several matrices one after the other, or, gated, of two side by side.
+struct QuailPack {
+    const void* const* parts;  // (part_rows, inner) bfloat16 each, contiguous
+    const int64_t* part_rows;
+    int64_t num_parts;
+    int64_t inner;
+    int32_t gated;
+    int32_t threads;
+    void* packed;   // whole panels of quail_panel_columns() columns of int16, `inner` rounded up to even each
+    float* scales;  // one a column of those panels
+};
+
+int64_t quail_panel_columns();
+int32_t quail_has_products();  // whether this build multiplies; otherwise pack and product do nothing
+
+void quail_pack(const QuailPack*);
+void quail_product(const QuailProduct*);
+
+}  // extern "C"

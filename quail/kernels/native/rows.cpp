@@ -1,0 +1,168 @@
+// What happens to rows between products: norms, rotary positions, KV into pages.
+
+#include <cmath>
+
+#include "parallel.h"
+#include "simd.h"
+
+using namespace quail;
+
+extern "C" {
+
+// Root-mean-square norm of float32 rows.
+struct QuailNorm {
+    const float* x;       // (rows, width), contiguous
+    const float* weight;  // (width,)
+    void* out;            // (rows, width), contiguous
+    int64_t rows;
+    int64_t width;
+    float eps;
+    int32_t threads;
+};
+
+// Norms of query and key heads, rotary positions, then keys and values into pages; in place.
+struct QuailRotate {
+    void* heads;           // (rows, q_heads + 2 kv_heads, head_dim), contiguous
+    const float* cos;      // (rows, head_dim / 2)
+    const float* sin;
+    const float* q_norm;   // (head_dim,) or null
+    const float* k_norm;
+    void* k_pages;         // (slots, kv_heads, head_dim), contiguous
+    void* v_pages;
+    const int64_t* slots;  // (rows,) slot of a row's KV, -1 where it is not kept
+    int64_t rows;
+    int64_t q_heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+    float eps;
+    int32_t threads;
+};
+
+// silu(gate) * up of rows that hold both, side by side.
+struct QuailGate {
+    const void* gate_up;  // (rows, 2 width), contiguous
+    void* out;            // (rows, width), contiguous
+    int64_t rows;
+    int64_t width;
+    int32_t threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr long ROWS_OF_A_TASK = 32;
+
+inline float mean_square(const float* x, long width) {
+    Floats total[4] = {};
+    long i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES) {
+        for (int part = 0; part < 4; ++part) {
+            const Floats each = load(x + i + part * LANES);
+            total[part] += each * each;
+        }
+    }
+    float found = sum((total[0] + total[1]) + (total[2] + total[3]));
+    for (; i < width; ++i) found += x[i] * x[i];
+    return found / width;
+}
+
+template <class T>
+inline void scaled(const float* x, float scale, const float* weight, T* out, long width) {
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+    for (; i < width; ++i) put(out + i, x[i] * scale * weight[i]);
+}
+
+template <class Body>
+void for_rows(long rows, int threads, const Body& body) {
+    parallel(threads, (rows + ROWS_OF_A_TASK - 1) / ROWS_OF_A_TASK, [&](long task) {
+        const long last = std::min(rows, (task + 1) * ROWS_OF_A_TASK);
+        for (long row = task * ROWS_OF_A_TASK; row < last; ++row) body(row);
+    });
+}
+
+template <class T>
+void norm(const QuailNorm& job) {
+    for_rows(job.rows, job.threads, [&](long row) {
+        const float* x = job.x + row * job.width;
+        const float scale = 1.0f / std::sqrt(mean_square(x, job.width) + job.eps);
+        scaled(x, scale, job.weight, static_cast<T*>(job.out) + row * job.width, job.width);
+    });
+}
+
+// One head: its norm, then the rotation of the pairs (i, i + head_dim / 2).
+template <class T>
+inline void turn(T* head, const float* norm, float eps, const float* cos, const float* sin, long head_dim) {
+    const long half = head_dim / 2;
+    float scale = 1.0f;
+    if (norm) {
+        float total = 0;
+        for (long i = 0; i < head_dim; ++i) total += widen(head[i]) * widen(head[i]);
+        scale = 1.0f / std::sqrt(total / head_dim + eps);
+    }
+    long i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Floats a = load(head + i), b = load(head + half + i);
+        if (norm) {
+            a = a * scale * load(norm + i);
+            b = b * scale * load(norm + half + i);
+        }
+        const Floats c = load(cos + i), s = load(sin + i);
+        store(head + i, a * c - b * s);
+        store(head + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        float a = widen(head[i]), b = widen(head[half + i]);
+        if (norm) {
+            a = a * scale * norm[i];
+            b = b * scale * norm[half + i];
+        }
+        put(head + i, a * cos[i] - b * sin[i]);
+        put(head + half + i, b * cos[i] + a * sin[i]);
+    }
+}
+
+template <class T>
+void rotate(const QuailRotate& job) {
+    const long head_dim = job.head_dim, kv_width = job.kv_heads * head_dim;
+    for_rows(job.rows, job.threads, [&](long row) {
+        T* heads = static_cast<T*>(job.heads) + row * (job.q_heads * head_dim + 2 * kv_width);
+        const float *cos = job.cos + row * (head_dim / 2), *sin = job.sin + row * (head_dim / 2);
+        for (long h = 0; h < job.q_heads + job.kv_heads; ++h) {
+            const float* norm = h < job.q_heads ? job.q_norm : job.k_norm;
+            turn(heads + h * head_dim, norm, job.eps, cos, sin, head_dim);
+        }
+        if (job.slots[row] >= 0) {
+            const long to = job.slots[row] * kv_width;
+            const T* keys = heads + job.q_heads * head_dim;
+            std::memcpy(static_cast<T*>(job.k_pages) + to, keys, kv_width * sizeof(T));
+            std::memcpy(static_cast<T*>(job.v_pages) + to, keys + kv_width, kv_width * sizeof(T));
+        }
+    });
+}
+
+template <class T>
+void gate(const QuailGate& job) {
+    for_rows(job.rows, job.threads, [&](long row) {
+        const T* gate = static_cast<const T*>(job.gate_up) + 2 * row * job.width;
+        const T* up = gate + job.width;
+        T* out = static_cast<T*>(job.out) + row * job.width;
+        long i = 0;
+        for (; i + LANES <= job.width; i += LANES) store(out + i, silu(load(gate + i)) * load(up + i));
+        for (; i < job.width; ++i) put(out + i, silu(splat(widen(gate[i])))[0] * widen(up[i]));
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+void quail_gate_float32(const QuailGate* job) { gate<float>(*job); }
+void quail_gate_bfloat16(const QuailGate* job) { gate<bf16>(*job); }
+void quail_norm_float32(const QuailNorm* job) { norm<float>(*job); }
+void quail_norm_bfloat16(const QuailNorm* job) { norm<bf16>(*job); }
+void quail_rotate_float32(const QuailRotate* job) { rotate<float>(*job); }
+void quail_rotate_bfloat16(const QuailRotate* job) { rotate<bf16>(*job); }
+
+}  // extern "C"
