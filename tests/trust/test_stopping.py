@@ -214,6 +214,20 @@ def test_a_function_of_apply_that_fails_leaves_a_session_that_answers() -> None:
         assert session.sql(COUNT).run().fetchall() == [(500,)]
 
 
+def test_an_iteration_over_a_result_may_end_early() -> None:
+    with quail.Session(engine=StubEngine(lambda call, arguments: True)) as session:
+        session.register("docs", ROWS)
+        result = session.sql("SELECT id FROM docs WHERE AI.IF(PROMPT('Good? {0}', text)) ORDER BY id").run()
+        batches = result.batches(max_rows=120)
+        assert next(batches).num_rows == 120
+        del batches
+        rows = iter(result)
+        assert next(rows) == (0,)
+        del rows
+        assert [batch.num_rows for batch in result.batches(max_rows=120)] == [120, 120, 120, 120, 20]
+        assert session.sql(COUNT).run().fetchall() == [(500,)]
+
+
 # -- many threads
 
 
