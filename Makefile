@@ -1,11 +1,11 @@
-# make demo | test | slow | check | bench | bench-peers: each makes its own .venv where there is none yet.
+# make demo | test | slow | check | sanitize | bench | bench-peers: each makes its own .venv where there is none yet.
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test slow check bench bench-quality bench-peers bench-curves format clean
+.PHONY: demo test slow check sanitize bench bench-quality bench-peers bench-curves format clean
 
 demo: $(RUNTIME)
 	$(BIN)/quail demo
@@ -20,6 +20,13 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The native kernels built with address and undefined-behaviour sanitizers, under their tests (minutes; needs g++).
+sanitize: $(DEV)
+	CXX=g++ QUAIL_KERNELS=native ASAN_OPTIONS=detect_leaks=0 \
+	  QUAIL_KERNELS_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest -q tests/engine/test_kernels.py --timeout 3600
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks

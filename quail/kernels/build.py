@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "native"
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 COMPILE_SECONDS = 120
+MORE_OPTIONS = "QUAIL_KERNELS_CXXFLAGS"
+"""Environment variable with further options of the compiler, such as those of sanitizers."""
+
 _CPUINFO = Path("/proc/cpuinfo")
 _TRY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).quail_check())"
 
@@ -123,7 +127,7 @@ class Build:
         """
         level, cxx = level_of(), compiler()
         status = cxx.stat()
-        parts = [str(cxx), str(status.st_size), str(status.st_mtime_ns), *level.options, *OPTIONS]
+        parts = [str(cxx), str(status.st_size), str(status.st_mtime_ns), *level.options, *_options()]
         digest = hashlib.sha256("\0".join(parts).encode())
         for source in sorted(SOURCES.iterdir()):
             if source.suffix in (".h", ".cpp"):
@@ -157,7 +161,7 @@ class Build:
         os.close(handle)
         building = Path(name)
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
-        command = [str(self.compiler), *self.level.options, *OPTIONS, *sources, "-o", name, "-ldl"]
+        command = [str(self.compiler), *self.level.options, *_options(), *sources, "-o", name, "-ldl"]
         try:
             self._run(command, "did not compile them")
             self._run([sys.executable, "-I", "-S", "-c", _TRY, name], "compiled them wrongly")
@@ -183,6 +187,10 @@ class Build:
     @property
     def _failure(self) -> Path:
         return self.path.with_suffix(".failed")
+
+
+def _options() -> list[str]:
+    return [*OPTIONS, *shlex.split(os.environ.get(MORE_OPTIONS, ""))]
 
 
 @contextlib.contextmanager

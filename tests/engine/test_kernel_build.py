@@ -1,0 +1,151 @@
+"""Native kernels are optional: what is missing is told, and nothing is compiled twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quail.errors import ConfigError
+from quail.kernels import build
+from quail.kernels.build import Build, Unavailable, level_of
+from quail.kernels.choice import KernelChoice
+from quail.kernels.reference import TorchKernels
+
+AVX2 = "flags : fma avx2 f16c"
+AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (AVX2, "AVX2"),
+        (AVX512, "AVX-512"),
+        (f"{AVX512} avx512_vnni amx_tile", "AVX-512 VNNI"),
+        (f"{AVX2} avx512f", "AVX2"),
+    ],
+)
+def test_the_best_level_of_a_processor(tmp_path, monkeypatch, flags, expected):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    assert level_of(tmp_path / "cpuinfo").name == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "reason"),
+    [
+        ("aarch64", "Features : fp asimd", "the processor is aarch64, not x86-64"),
+        ("x86_64", "flags : sse2", "no AVX2"),
+        ("x86_64", None, "cannot be read"),
+    ],
+)
+def test_an_unknown_processor_is_told(tmp_path, monkeypatch, machine, flags, reason):
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(flags)
+    with pytest.raises(Unavailable, match=reason):
+        level_of(tmp_path / "cpuinfo")
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Makes a compiler of a shell script, for a processor that is known."""
+
+    def make(body: str) -> Path:
+        path = tmp_path / "cxx"
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        monkeypatch.setattr(build, "level_of", lambda: build.LEVELS[-1])
+        return path
+
+    return make
+
+
+def test_without_a_compiler_torch_does_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "level_of", lambda: build.LEVELS[-1])
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    choice = KernelChoice.of("auto", "cpu", tmp_path)
+    assert choice.build is None and not choice.multiplies
+    assert choice.description.startswith("reference (no C++ compiler was found")
+    kernels = choice.compiled("auto").kernels(torch.float32, torch.device("cpu"), 1)
+    assert type(kernels) is TorchKernels and kernels.name == "reference"
+    with pytest.raises(ConfigError, match="kernels = 'native', but there are none here: no C\\+\\+ compiler"):
+        KernelChoice.of("native", "cpu", tmp_path)
+
+
+def test_other_devices_run_on_torch(tmp_path):
+    assert "the device is cuda" in KernelChoice.of("auto", "cuda", tmp_path).reason
+    with pytest.raises(ConfigError, match="the device is cuda"):
+        KernelChoice.of("native", "cuda", tmp_path)
+
+
+def test_the_reference_can_be_demanded(tmp_path):
+    choice = KernelChoice.of("reference", "cpu", tmp_path)
+    assert (choice.name, choice.description) == ("reference", "reference (kernels = 'reference')")
+
+
+def test_a_compiler_that_fails_is_asked_once(tmp_path, script):
+    script(f"echo called >> {tmp_path}/calls; echo 'x.cpp: error: no such thing' >&2; exit 3")
+    choice = KernelChoice.of("auto", "cpu", tmp_path)
+    assert choice.build is not None
+    for _ in range(2):
+        choice = KernelChoice.of("auto", "cpu", tmp_path).compiled("auto")
+        assert choice.build is None
+        assert "did not compile them (exit 3: x.cpp: error: no such thing)" in choice.reason
+    assert (tmp_path / "calls").read_text() == "called\n"
+    with pytest.raises(ConfigError, match="no such thing"):
+        KernelChoice.of("native", "cpu", tmp_path)
+    assert not list((tmp_path / "kernels").glob("*.so")), "a failed build leaves no library"
+
+
+def test_a_library_that_does_not_work_is_not_kept(tmp_path, script):
+    script('while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"')
+    choice = KernelChoice.of("auto", "cpu", tmp_path).compiled("auto")
+    assert choice.build is None and "compiled them wrongly" in choice.reason
+    assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+def test_a_new_compiler_is_tried_again(tmp_path, script):
+    path = script("exit 1")
+    assert KernelChoice.of("auto", "cpu", tmp_path).compiled("auto").build is None
+    path.write_text("#!/bin/sh\n# another\nexit 1\n")
+    assert KernelChoice.of("auto", "cpu", tmp_path).build is not None
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, script):
+    script("exit 1")
+    (tmp_path / "kernels").write_text("a file in the way")
+    choice = KernelChoice.of("auto", "cpu", tmp_path).compiled("auto")
+    assert choice.build is None and "cannot be written" in choice.reason
+
+
+def _compile(cache: str) -> None:
+    Build.here(Path(cache)).library()
+
+
+def test_two_processes_compile_once(tmp_path, script, monkeypatch):
+    script(
+        f'echo called >> {tmp_path}/calls; sleep 0.5; while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+    )
+    monkeypatch.setattr(build, "_TRY", "")
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_compile, args=(str(tmp_path),)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert (tmp_path / "calls").read_text() == "called\n"
+    assert Build.here(tmp_path).path.read_text() == "library\n"
+
+
+def test_sources_are_part_of_the_package():
+    names = {path.name for path in build.SOURCES.iterdir()}
+    assert {"attention.cpp", "products.cpp", "rows.cpp", "check.cpp", "simd.h"} <= names
+    assert os.path.commonpath([build.SOURCES, Path(build.__file__).parent]) == str(
+        Path(build.__file__).parent
+    )
