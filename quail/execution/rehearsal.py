@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -26,7 +25,7 @@ from quail.execution.forecast import Forecaster
 from quail.execution.ledger import TokenLedger
 from quail.execution.pair_planning import AnchorChoice
 from quail.execution.readout import values_of
-from quail.execution.relational import RelationalRun
+from quail.execution.relational import HasCursor, RelationalRun
 from quail.execution.run import Run
 from quail.kv.pages import PageArena
 from quail.plan.logical import AICall, Operator
@@ -42,13 +41,6 @@ MOST_BYTES = 2**22
 
 MOST_SOURCE_ROWS = 2**18
 """A run copies the relations that it reads; one with more rows than this is not copied for a rehearsal."""
-
-
-class HasCursor(Protocol):
-    """What a rehearsal needs of a catalog."""
-
-    def cursor(self) -> duckdb.DuckDBPyConnection:
-        """A fresh cursor of the session's DuckDB."""
 
 
 class AnswerSource(Protocol):

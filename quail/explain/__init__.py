@@ -11,7 +11,7 @@ from typing import Any
 
 from quail.config import EngineConfig
 from quail.errors import ConfigError
-from quail.execution.rehearsal import HasCursor
+from quail.execution.relational import HasCursor
 from quail.explain.as_json import as_json
 from quail.explain.as_text import as_text
 from quail.explain.blocks import Explainer

@@ -15,7 +15,8 @@ from quail.config import EngineConfig
 from quail.errors import QuailError
 from quail.execution.forecast import Forecaster
 from quail.execution.population import Population
-from quail.execution.rehearsal import HasCursor, rehearse
+from quail.execution.rehearsal import rehearse
+from quail.execution.relational import HasCursor
 from quail.explain.blocks import Explainer
 from quail.explain.report import EngineReport
 from quail.planner.ask_groups import row_limits
