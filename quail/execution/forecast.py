@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,5 +219,12 @@ def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
     choice = KernelChoice.of(config.kernels, device_type, config.cache_path)
     dtype = dtype_name(config.dtype, device_type, choice)
     if device_type == "cpu":
-        return "cpu", dtype, kept_rates(config.cache_path, dtype, choice.name, config.threads)
+        threads = config.threads or _threads_by_environment()
+        return "cpu", dtype, kept_rates(config.cache_path, dtype, choice.name, threads)
     return device_type, dtype, table_rates(device_of(config.device))
+
+
+def _threads_by_environment() -> int | None:
+    """The threads that torch will take because the environment says so, None where it decides by itself."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) else None

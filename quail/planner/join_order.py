@@ -3,7 +3,8 @@
 Left-deep dynamic programming over sets of operators that are done. What an operator costs depends on the
 documents still alive and on the documents whose KV is there, and both depend on what ran before it; so each
 set keeps every plan that no other plan of the set dominates: none that costs no more, has no more documents
-alive in any relation, and has the KV of at least the same relations.
+alive in any relation, and has the KV of at least the same relations. A plan that costs more already than a
+whole one is dropped; a beam search finds that one first.
 
 The order of joins by dynamic programming is that of P. Selinger et al., "Access path selection in a
 relational database management system", SIGMOD 1979; keeping undominated plans rather than one is that of
@@ -12,17 +13,21 @@ S. Ganguly, W. Hasan, R. Krishnamurthy, "Query optimization for parallel executi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from quail.cost.work import Work, rows, stacked_rows
 
-MOST_EXACT_OPERATORS = 12
-"""With more operators, the filters of a relation keep the order of cost / (1 - selectivity)."""
+BEAM_STATES = 64
+"""Plans of equally many operators, the cheapest so far, that the beam search goes on with."""
 
-MOST_INTERLEAVED_STATES = 2**13
-"""With more sets of operators than this, all filters run before all joins."""
+MOST_EXACT_OPERATORS = 15
+"""With more operators the beam's plan stands; an exact search of as many took up to 150,000 steps."""
+
+MOST_STEPS = 2**18
+"""An exact search that looks at more plans than this is given up, and the beam's plan stands."""
 
 MOST_RUNNER_UP_OPERATORS = 10
 """With more operators, the cost of the second-best plan is not looked for."""
@@ -191,8 +196,10 @@ def order_joins(
     """
     search = _Search(query, cost, as_written=order == "as_written")
     start = _State(0, tuple(relation.num_documents for relation in query.relations))
-    best = search.best(start)
-    assert best is not None, "every operator can be next once those before it are done"
+    beam = search.best(start, num_kept=BEAM_STATES)
+    assert beam is not None, "every operator can be next once those before it are done"
+    is_small = len(query.operators) <= MOST_EXACT_OPERATORS
+    best = (search.best(start, at_most=beam.cost) if is_small else None) or beam
     is_sought = with_runner_up and len(query.operators) <= MOST_RUNNER_UP_OPERATORS
     return JoinPlan(best.steps, best.cost, search.runner_up(start, best) if is_sought else None)
 
@@ -202,28 +209,42 @@ class _Search:
         self._query, self._cost, self._as_written = query, cost, as_written
         operators = query.operators
         self._everything = (1 << len(operators)) - 1
-        self._num_readers = [0] * len(query.relations)
-        for operator in operators:
+        self._readers = [0] * len(query.relations)
+        for index, operator in enumerate(operators):
             for relation in _relations_of(operator):
-                self._num_readers[relation] += 1
-        self._before = [0] * len(operators)
-        if len(operators) > MOST_EXACT_OPERATORS:
-            self._rank_filters()
-        if self._num_sets() > MOST_INTERLEAVED_STATES:
-            self._filters_first()
+                self._readers[relation] |= 1 << index
 
-    def best(self, start: _State, *, avoid: PlanStep | None = None) -> _State | None:
-        """The cheapest way to finish a plan; its next step is another than `avoid`."""
+    def best(
+        self,
+        start: _State,
+        *,
+        avoid: PlanStep | None = None,
+        at_most: float = math.inf,
+        num_kept: int | None = None,
+    ) -> _State | None:
+        """The cheapest way to finish a plan, None if there is none or if too many would have to be kept.
+
+        Args:
+            start: the plan.
+            avoid: its next step is another than this.
+            at_most: cost of a whole plan that is known; of those that cost more none is kept.
+            num_kept: plans of equally many operators to go on with, the cheapest so far; None: all.
+        """
         layer = {start.done: [start]}
+        at_most, num_steps = at_most * (1 + 1e-9), 0
         for _ in range((self._everything & ~start.done).bit_count()):
             following: dict[int, list[_State]] = {}
             for states in layer.values():
                 for state in states:
                     for reached in self._steps(state):
+                        num_steps += 1
                         if state is start and avoid is not None and _is_same(reached.steps[-1], avoid):
                             continue
-                        _keep_undominated(following.setdefault(reached.done, []), reached)
-            layer = following
+                        if reached.cost <= at_most:
+                            _keep_undominated(following.setdefault(reached.done, []), reached)
+            layer = following if num_kept is None else _cheapest(following, num_kept)
+            if num_steps > MOST_STEPS:
+                return None
         finished = layer.get(self._everything, [])
         return min(finished, key=lambda state: state.cost) if finished else None
 
@@ -246,7 +267,7 @@ class _Search:
         """The plan with one more operator, in every way allowed."""
         for index, operator in enumerate(self._query.operators):
             bit = 1 << index
-            if state.done & bit or self._before[index] & ~state.done:
+            if state.done & bit:
                 continue
             if self._as_written and state.done != bit - 1:
                 continue
@@ -302,62 +323,24 @@ class _Search:
             return Work()
         reused = self._query.relations[relation].reused_tokens
         fresh = self._query.label_tokens + self._query.relations[relation].tokens - reused
-        return rows(fresh, behind=reused, written=fresh if self._num_readers[relation] > 1 else 0.0)
+        return rows(fresh, behind=reused, written=fresh if self._readers[relation].bit_count() > 1 else 0.0)
 
     def _after(
         self, state: _State, step: PlanStep, relation: int | None, alive: list[float], joined: int
     ) -> _State:
         held = (state.held if self._query.retains else 0) | (0 if relation is None else 1 << relation)
+        done = state.done | 1 << step.operator
+        for finished, readers in enumerate(self._readers):
+            if not readers & ~done:  # what is left of it matters no more: more plans dominate others
+                alive[finished], held = 0.0, held & ~(1 << finished)
         return _State(
-            state.done | 1 << step.operator,
+            done,
             tuple(alive),
             held,
             state.joined | joined,
             state.cost + self._cost(step.work),
             (*state.steps, step),
         )
-
-    # -- large queries
-
-    def _num_sets(self) -> int:
-        """Sets of operators that the search may meet, filters in their order."""
-        count = 1 << sum(isinstance(operator, JoinOperator) for operator in self._query.operators)
-        for relation in range(len(self._query.relations)):
-            num_filters = len(self._filters_of(relation))
-            is_ranked = len(self._query.operators) > MOST_EXACT_OPERATORS
-            count *= num_filters + 1 if is_ranked else 1 << num_filters
-        return count
-
-    def _filters_of(self, relation: int) -> list[int]:
-        return [
-            index
-            for index, operator in enumerate(self._query.operators)
-            if isinstance(operator, FilterOperator) and operator.relation == relation
-        ]
-
-    def _rank_filters(self) -> None:
-        for relation in range(len(self._query.relations)):
-            ranked = sorted(self._filters_of(relation), key=self._rank)
-            for earlier, later in zip(ranked, ranked[1:], strict=False):
-                self._before[later] |= 1 << earlier
-
-    def _rank(self, index: int) -> float:
-        operator = self._query.operators[index]
-        assert isinstance(operator, FilterOperator)
-        tokens = self._query.label_tokens + self._query.relations[operator.relation].tokens
-        return self._cost(rows(operator.suffix_tokens, behind=tokens)) / max(1e-9, 1 - operator.selectivity)
-
-    def _filters_first(self) -> None:
-        filters = [i for relation in range(len(self._query.relations)) for i in self._filters_of(relation)]
-        filters.sort(key=lambda index: (self._relation_of(index), self._rank(index)))
-        for earlier, later in zip(filters, filters[1:], strict=False):
-            self._before[later] |= 1 << earlier
-        for index, operator in enumerate(self._query.operators):
-            if isinstance(operator, JoinOperator) and filters:
-                self._before[index] |= 1 << filters[-1]
-
-    def _relation_of(self, index: int) -> int:
-        return _relations_of(self._query.operators[index])[0]
 
 
 def _relations_of(operator: Operator) -> tuple[int, ...]:
@@ -382,3 +365,11 @@ def _keep_undominated(states: list[_State], state: _State) -> None:
         return
     states[:] = [other for other in states if not state.dominates(other)]
     states.append(state)
+
+
+def _cheapest(layer: dict[int, list[_State]], num_kept: int) -> dict[int, list[_State]]:
+    """The cheapest plans of a layer, by the operators that are done."""
+    kept: dict[int, list[_State]] = {}
+    for state in sorted((s for states in layer.values() for s in states), key=lambda s: s.cost)[:num_kept]:
+        kept.setdefault(state.done, []).append(state)
+    return kept

@@ -189,10 +189,21 @@ def least_cost(query: JoinQuery, cost, at_most: float) -> float:
     return min(layer.values(), default=math.inf)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_four_tables_with_many_filters(seed):
-    random_ = random.Random(1000 + seed)
-    query = random_query(random_, 9)
+def four_tables(random_: random.Random, num_filters: int | None) -> JoinQuery:
+    """Four tables with so many filters each, or with up to three."""
+    while True:
+        query = random_query(random_, most_operators=99)
+        filters = [o.relation for o in query.operators if isinstance(o, FilterOperator)]
+        counts = {filters.count(relation) for relation in range(4)}
+        if len(query.relations) == 4 and (num_filters is None or counts == {num_filters}):
+            return query
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_filters"), [*((seed, None) for seed in range(20)), (0, 3), (1, 3), (2, 3)]
+)
+def test_four_tables_with_up_to_three_filters_each(seed, num_filters):
+    query = four_tables(random.Random(1000 + seed), num_filters)
     plan = order_joins(query, roofline)
     assert least_cost(query, roofline, plan.cost * (1 + 1e-9)) == pytest.approx(plan.cost, rel=1e-9)
 
