@@ -7,10 +7,12 @@ small products tell: sums of ones, which every format holds exactly, and a rando
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 
 from quail.errors import ModelError
+from quail.kernels.interface import Kernels
 from quail.models.device import dtype_word
 
 ROWS, INNER, COLUMNS = 256, 1024, 256
@@ -20,14 +22,17 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 """Largest difference of a random product, as a share of its largest element."""
 
 
-def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(rows, columns) product of (rows, inner) and (columns, inner), as the model's layers call it."""
-    return torch.mm(left, right.t())
+def multiply(kernels: Kernels, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(rows, columns) product of (rows, inner) and (columns, inner), as the model's layers ask for it."""
+    found = torch.empty(len(left), len(right), dtype=left.dtype, device=left.device)
+    kernels.product(left, kernels.matrix([right]), None, found)
+    return found
 
 
-def fault_of_products(dtype: torch.dtype, device: torch.device) -> str | None:
+def fault_of_products(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> str | None:
     """What is wrong with matrix products in a dtype on a device; None if nothing is."""
     ones = multiply(
+        kernels,
         torch.ones(ROWS, INNER, dtype=dtype, device=device),
         torch.ones(COLUMNS, INNER, dtype=dtype, device=device),
     )
@@ -38,7 +43,7 @@ def fault_of_products(dtype: torch.dtype, device: torch.device) -> str | None:
     left = torch.randn(ROWS, INNER, generator=generator).to(dtype)
     right = torch.randn(COLUMNS, INNER, generator=generator).to(dtype)
     expected = left.double() @ right.double().t()
-    found = multiply(left.to(device), right.to(device)).cpu().double()
+    found = multiply(kernels, left.to(device), right.to(device)).cpu().double()
     gap = float((found - expected).abs().max() / expected.abs().max())
     if not gap <= TOLERANCE[dtype]:  # NaN is no pass either
         allowed = TOLERANCE[dtype]
@@ -46,19 +51,27 @@ def fault_of_products(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def trusted_dtype(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, str | None]:
+def trusted_dtype(
+    dtype: torch.dtype, device: torch.device, kernels_for: Callable[[torch.dtype], Kernels]
+) -> tuple[torch.dtype, str | None]:
     """The dtype to run in, and a warning where it is not the one asked for.
 
     The warning is raised as a Python warning too.
 
+    Args:
+        dtype: asked for.
+        device: where the model will run.
+        kernels_for: the kernels that it will run with in a dtype.
+
     Raises:
         ModelError: float32 products are wrong as well.
     """
-    fault = fault_of_products(dtype, device)
+    fault = fault_of_products(kernels_for(dtype), dtype, device)
     if fault is None:
         return dtype, None
     wrong = f"matrix products in {dtype_word(dtype)} are wrong on this {device.type}: {fault}"
-    instead = fault_of_products(torch.float32, device) if dtype != torch.float32 else fault
+    exact = torch.float32
+    instead = fault if dtype == exact else fault_of_products(kernels_for(exact), exact, device)
     if instead is not None:
         raise ModelError(
             f"matrix products in float32 are wrong on this {device.type}: {instead}",

@@ -10,19 +10,24 @@ import pytest
 import torch
 
 import quail
+from quail.kernels import reference
+from quail.kernels.choice import KernelChoice
+from quail.kernels.interface import Kernels
+from quail.kernels.reference import TorchKernels
 from quail.models import self_check
 from tests.models.tiny import make_tiny
 
 CPU = torch.device("cpu")
 STATEMENT = "SELECT id FROM docs WHERE AI.IF(PROMPT('Good? {0}', text)) ORDER BY id"
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+KERNELS = TorchKernels(reference.attend)
+Product = Callable[[Kernels, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def wrong_in(dtype: torch.dtype, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Product:
     right = self_check.multiply
 
-    def product(left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        found = right(left, other)
+    def product(kernels: Kernels, left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        found = right(kernels, left, other)
         return spoil(found) if left.dtype == dtype else found
 
     return product
@@ -45,8 +50,11 @@ def noisy_where_elements_differ(found: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_this_machine_multiplies_rightly(dtype: torch.dtype) -> None:
-    assert self_check.fault_of_products(dtype, CPU) is None
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+def test_this_machine_multiplies_rightly(dtype: torch.dtype, mode: str) -> None:
+    cache = quail.EngineConfig().cache_path
+    choice = KernelChoice.of(mode, "cpu", cache).compiled(mode)
+    assert self_check.fault_of_products(choice.kernels(dtype, CPU, 1), dtype, CPU) is None
 
 
 @pytest.mark.parametrize("spoil", [saturated, one_element_off, not_a_number, noisy_where_elements_differ])
@@ -55,17 +63,19 @@ def test_wrong_products_are_noticed(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, spoil: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     monkeypatch.setattr(self_check, "multiply", wrong_in(dtype, spoil))
-    fault = self_check.fault_of_products(dtype, CPU)
+    fault = self_check.fault_of_products(KERNELS, dtype, CPU)
     assert fault is not None
     assert ("sums of 1024 ones" in fault) == (spoil is not noisy_where_elements_differ)
 
 
 def test_a_product_less_exact_than_its_dtype_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = self_check.multiply
-    monkeypatch.setattr(
-        self_check, "multiply", lambda left, other: right(left.bfloat16(), other.bfloat16()).to(left.dtype)
-    )
-    fault = self_check.fault_of_products(torch.float32, CPU)
+
+    def rounded(kernels: Kernels, left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return right(kernels, left.bfloat16(), other.bfloat16()).to(left.dtype)
+
+    monkeypatch.setattr(self_check, "multiply", rounded)
+    fault = self_check.fault_of_products(KERNELS, torch.float32, CPU)
     assert fault is not None
     assert "differs from float64 by 0.00" in fault
 
@@ -74,7 +84,7 @@ def test_it_costs_next_to_nothing() -> None:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        self_check.fault_of_products(torch.float32, CPU)
+        self_check.fault_of_products(KERNELS, torch.float32, CPU)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.2
 
@@ -109,8 +119,10 @@ def test_a_session_goes_on_in_float32_and_says_so(tmp_path: Path, monkeypatch: p
 
 
 def test_a_device_that_is_wrong_in_float32_too_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "multiply", lambda left, right: torch.zeros(len(left), len(right)))
+    monkeypatch.setattr(
+        self_check, "multiply", lambda kernels, left, right: torch.zeros(len(left), len(right))
+    )
     with pytest.raises(
         quail.ModelError, match="products in float32 are wrong on this cpu: 65,536 of 65,536 sums"
     ):
-        self_check.trusted_dtype(torch.bfloat16, CPU)
+        self_check.trusted_dtype(torch.bfloat16, CPU, lambda dtype: KERNELS)
