@@ -14,6 +14,8 @@ from quail.execution.relational import RelationalRun
 from quail.frontend.sql import bind_sql
 from quail.plan.logical import AICall
 from quail.planner.observed_order import LARGEST_PILOT
+from tests.sql.generate import TABLES, Generator, Scope
+from tests.sql.reference import StoredAnswers, ai_sql, catalog, plain_sql
 from tests.sql.stub import Key, Stub, StubCatalog, keys_of, rows
 
 Truth = dict[tuple[str, str], bool | None]
@@ -333,6 +335,64 @@ def test_random_tables_have_the_rows_of_stored_answers(seed: int) -> None:
             stub = Watch(lambda call, key: truth[str(call.prompt.parts[0]), key[0]], batch, most_taken)
             found, _ = run(sql, tables, stub, order)
             assert found == expected, sql
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pilots of a row or two in the smallest table, one fresh question at a time, an eager change of order."""
+    for name, value in (("SMALLEST_PILOT", 1), ("ROWS_A_QUESTION", 1)):
+        monkeypatch.setattr(f"quail.planner.observed_order.{name}", value)
+    for name, value in (
+        ("FIRST_LOOK", 1),
+        ("FIRST_WINDOW", 1),
+        ("CLEARLY", 1.0),
+        ("DOUBT", 1e-3),
+        ("MEMORY", 3),
+    ):
+        monkeypatch.setattr(f"quail.execution.ask_order.{name}", value)
+
+
+def chain_statement(rng: random.Random, generator: Generator) -> str:
+    """Some filters over one or two tables, perhaps a join and another condition, as a template."""
+    aliases = ["t", "z"][: rng.choice((1, 1, 2))]
+    scope = Scope(aliases)
+    conjuncts = [
+        f"{rng.choice(('', '', 'NOT '))}@IF[{rng.choice('pqrs')}]({generator._text(scope)})"
+        for _ in range(rng.randint(2, 4))
+    ]
+    if len(aliases) > 1:
+        conjuncts += rng.choice(([], ["@IF[j](t.body, z.body)"], ["t.k = z.k", "NOT @IF[j](z.body, t.body)"]))
+    if rng.random() < 0.3:
+        conjuncts.append(generator._boolean(scope, 1))
+    rng.shuffle(conjuncts)
+    source = ", ".join(f"{rng.choice('ruv')} AS {alias}" for alias in aliases)
+    ids = ", ".join(f"{alias}.id" for alias in aliases)
+    limit = f" LIMIT {rng.randint(0, 4)}" if len(aliases) == 1 and rng.random() < 0.3 else ""
+    return f"SELECT {ids} FROM {source} WHERE {' AND '.join(conjuncts)}{limit}"
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_random_statements_have_their_rows_however_restless_the_order(seed: int, restless: None) -> None:
+    rng, tables, stored = random.Random(seed), catalog(*TABLES), StoredAnswers()
+    generator = Generator(seed)
+    orders = []
+    for number in range(120):
+        template = chain_statement(rng, generator)
+        expected = tables.connection.sql(plain_sql(template)).fetchall()
+        found, some = run(ai_sql(template), tables, Stub(stored, batch=1 + number % 9))
+        assert sorted(map(repr, found)) == sorted(map(repr, expected)), template
+        orders += some
+    assert len(orders) > 80
+    assert sum(order["revisions"] > 0 for order in orders) > 30
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_random_tables_have_their_rows_however_restless_the_order(seed: int, restless: None) -> None:
+    sql, plain, tables, truth = random_case(seed)
+    expected = tables.connection.sql(plain).fetchall()
+    for batch, most_taken in ((1, 1), (13, 40)):
+        stub = Watch(lambda call, key: truth[str(call.prompt.parts[0]), key[0]], batch, most_taken)
+        assert run(sql, tables, stub)[0] == expected, sql
 
 
 JOINED = (
