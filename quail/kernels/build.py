@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 300
 MORE_OPTIONS = "QUAIL_KERNELS_CXXFLAGS"
 """Environment variable with further options of the compiler, such as those of sanitizers."""
 
@@ -163,24 +164,42 @@ class Build:
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
         command = [str(self.compiler), *self.level.options, *_options(), *sources, "-o", name, "-ldl"]
         try:
-            self._run(command, "did not compile them")
+            self._run(command, "did not compile them", preloaded="LD_PRELOAD")
             self._run([sys.executable, "-I", "-S", "-c", _TRY, name], "compiled them wrongly")
             building.replace(self.path)
         finally:
             building.unlink(missing_ok=True)
 
-    def _run(self, command: list[str], fault: str) -> None:
-        """Runs a step; if it fails the reason is kept, so that it is not tried at every start."""
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            raise Unavailable(f"{self.compiler} took longer than {COMPILE_SECONDS} seconds") from None
-        if done.returncode == 0:
+    def _run(self, command: list[str], fault: str, preloaded: str = "") -> None:
+        """Runs a step; if it fails the reason is kept, so that it is not tried at every start.
+
+        Args:
+            command: to run.
+            fault: what the compiler did if it fails.
+            preloaded: an environment variable that it is not to see.
+        """
+        # The compiler starts processes of its own, which end with it; what is preloaded here is not for it.
+        environment = {name: value for name, value in os.environ.items() if name != preloaded}
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            try:
+                _, errors = process.communicate(timeout=COMPILE_SECONDS)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise Unavailable(f"{self.compiler} took longer than {COMPILE_SECONDS} seconds") from None
+                raise
+        if process.returncode == 0:
             return
-        said = next((line.strip() for line in done.stderr.splitlines() if "error" in line), "")
-        reason = f"{self.compiler} {fault} (exit {done.returncode}{': ' + said if said else ''})"
+        said = next((line.strip() for line in errors.splitlines() if "error" in line), "")
+        reason = f"{self.compiler} {fault} (exit {process.returncode}{': ' + said if said else ''})"
         self._failure.write_text(reason)
         raise Unavailable(reason)
 

@@ -22,8 +22,10 @@ def kernels_here(dtype: torch.dtype = torch.float32) -> Kernels:
 
 
 def native_kernels(dtype: torch.dtype, threads: int = 2) -> Kernels:
-    """The compiled kernels; skips the test where there are none."""
-    choice = KernelChoice.of("auto", "cpu", EngineConfig().cache_path).compiled("auto")
+    """The compiled kernels; skips the test where there are none, unless `QUAIL_KERNELS` is `native`."""
+    config = EngineConfig()
+    mode = "native" if config.kernels == "native" else "auto"
+    choice = KernelChoice.of(mode, "cpu", config.cache_path).compiled(mode)
     if choice.build is None:
         pytest.skip(f"no native kernels here: {choice.reason}")
     return choice.kernels(dtype, CPU, threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,15 @@ def test_a_library_that_does_not_work_is_not_kept(tmp_path, script):
     choice = KernelChoice.of("auto", "cpu", tmp_path).compiled("auto")
     assert choice.build is None and "compiled them wrongly" in choice.reason
     assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_it_started(tmp_path, script, monkeypatch):
+    script(f"(sleep 2; echo late > {tmp_path}/late) & sleep 60")
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 0.3)
+    choice = KernelChoice.of("auto", "cpu", tmp_path).compiled("auto")
+    assert choice.build is None and "took longer than 0.3 seconds" in choice.reason
+    time.sleep(2.5)
+    assert not (tmp_path / "late").exists()
 
 
 def test_a_new_compiler_is_tried_again(tmp_path, script):
