@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,9 +29,9 @@ from quail.kernels.choice import KernelChoice
 from quail.models.device import dtype_name
 
 RESULTS = Path(__file__).parents[1] / "results"
-BOOT_TIMEOUT_SECONDS = 900.0
+BOOT_TIMEOUT_SECONDS = 1800.0
 TOLD_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
-DOCUMENTS, ROUNDS, MOST_TOKENS = 40, 3, 2500
+DOCUMENTS, ROUNDS, MOST_TOKENS = 32, 3, 2500
 QUICK_DOCUMENTS, QUICK_ROUNDS, QUICK_MOST_TOKENS = 12, 1, 800
 
 
@@ -115,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = made.parse_args(argv)
     if arguments.pages is not None:
         return write_pages(made, arguments.pages)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no engine is left behind
     settings, config = settings_of(arguments), EngineConfig()
     compiler = Compiler(config)
     workloads = [WORKLOADS[name](compiler, Sizes(settings.documents)) for name in arguments.workloads]

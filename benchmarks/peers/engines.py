@@ -15,6 +15,7 @@ from benchmarks.peers.tokens import Document
 ROOT = Path(__file__).parents[2]
 ADAPTERS = Path(__file__).parent / "adapters"
 QUAIL = "quail"
+SYSTEM_LIBRARIES = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64"))
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EngineSpec:
         has_environment: whether it runs in an environment of its own, else in Quail's.
         is_sampled: whether it is slow and answers the first documents of a workload only.
         reuses_kv: whether a document is computed once for all its questions; tells what a sample costs.
+        preloads: libraries that make it faster where they are found, in its environment or on the system.
     """
 
     name: str
@@ -34,6 +36,7 @@ class EngineSpec:
     has_environment: bool = False
     is_sampled: bool = False
     reuses_kv: bool = True
+    preloads: tuple[str, ...] = ()
 
     def start(self, cache: Path, *, say: Callable[[str], None], build_jobs: int | None) -> PeerProcess:
         """Starts its process, after its environment was made ready.
@@ -46,6 +49,9 @@ class EngineSpec:
             python = ready(self.name, cache, say=say, build_jobs=build_jobs)
         command = [str(python), str(ADAPTERS / f"run_{self.name}.py")]
         environment = {} if self.has_environment else {"PYTHONPATH": str(ROOT)}
+        found = [path for name in self.preloads if (path := library(name, python.parents[1] / "lib"))]
+        if found:
+            environment["LD_PRELOAD"] = ":".join(found)
         binaries = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
         return PeerProcess(
             self.title,
@@ -80,11 +86,24 @@ class EngineSpec:
         return len(document.ids) + questions
 
 
+def library(name: str, folder: Path) -> str | None:
+    """A shared library of a folder or of the system; None where there is none."""
+    for place in (folder, *SYSTEM_LIBRARIES):
+        if (place / name).is_file():
+            return str(place / name)
+    return None
+
+
 ENGINES = {
     spec.name: spec
     for spec in (
         EngineSpec(QUAIL, "Quail"),
-        EngineSpec("vllm", "vLLM", has_environment=True),
+        EngineSpec(
+            "vllm",
+            "vLLM",
+            has_environment=True,
+            preloads=("libiomp5.so", "libtcmalloc_minimal.so.4"),
+        ),
         EngineSpec("llama_cpp", "llama.cpp", has_environment=True, is_sampled=True),
         EngineSpec("transformers", "transformers", is_sampled=True, reuses_kv=False),
     )

@@ -41,13 +41,14 @@ def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def build_options(flags: set[str]) -> str:
-    """`CMAKE_ARGS` of llama.cpp for a processor: what it has, named one by one.
+    """`CMAKE_ARGS` of llama.cpp for a processor: what it has, named one by one; nothing for pictures.
 
     >>> build_options({"avx2", "fma"})
-    '-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON'
+    '-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON'
     """
     chosen = [f"-D{option}=ON" for option, flag in CPU_FLAGS.items() if flag in flags]
-    return " ".join(["-DGGML_NATIVE=OFF" if chosen else "-DGGML_NATIVE=ON", *chosen])
+    native = "-DGGML_NATIVE=OFF" if chosen else "-DGGML_NATIVE=ON"
+    return " ".join(["-DLLAVA_BUILD=OFF", native, *chosen])
 
 
 def environment_of(name: str, cache: Path) -> Path:

@@ -71,8 +71,9 @@ def test_a_failure_says_why_in_one_line(tmp_path: Path) -> None:
 def test_the_build_takes_what_the_processor_has(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("model name : x\nflags : fpu avx2 avx512f amx_bf16\n")
-    assert build_options(processor_flags(cpuinfo)) == "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AVX512=ON"
-    assert build_options(processor_flags(tmp_path / "none")) == "-DGGML_NATIVE=ON"
+    made = build_options(processor_flags(cpuinfo))
+    assert made == "-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AVX512=ON"
+    assert build_options(processor_flags(tmp_path / "none")) == "-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON"
 
 
 def test_every_version_is_pinned() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import curves
 from benchmarks.peers.engines import ADAPTERS, ROOT
 from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.rounds import compared, run_documents, run_statements
@@ -127,3 +128,14 @@ def test_the_written_configuration_is_read_as_the_same_model(folder: Path) -> No
 
     config = config_from_hf(json.loads((folder / "config.json").read_text()), "tiny")
     assert config_from_hf(hf_config(config, "float32"), "written") == config
+
+
+@pytest.mark.parametrize("name", ["predicates", "partners"])
+def test_a_curve_is_measured(name: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    settings = {"MODEL": folder, "LAYOUT": "completion", "CACHE_DIR": tmp_path, "KV_MEMORY": "64MiB"}
+    for setting, value in settings.items():
+        monkeypatch.setenv(f"QUAIL_{setting}", str(value))
+    points = curves.measure([name], 1)
+    assert [point.size for point in points] == sorted({point.size for point in points})
+    growth = [point.computed / point.naive for point in points]
+    assert growth == sorted(growth, reverse=True) and growth[-1] < 0.5, "more questions, more reuse"

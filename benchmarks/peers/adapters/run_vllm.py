@@ -43,7 +43,8 @@ class VLLM:
             message["folder"], skip_tokenizer_init=True, seed=0, disable_log_stats=True, **options
         )
         self.answer([Request(0, 0, message["prompt"])], [message["answers"]])
-        return {"engine": f"vLLM {vllm.__version__}", "settings": options | {"kv_gib": message["kv_gib"]}}
+        told = {"kv_gib": message["kv_gib"], "preloaded": os.environ.get("LD_PRELOAD", "")}
+        return {"engine": f"vLLM {vllm.__version__}", "settings": options | told}
 
     def forget(self) -> None:
         """Empties the prefix cache."""
