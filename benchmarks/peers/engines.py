@@ -65,14 +65,15 @@ class EngineSpec:
 
         Args:
             documents: of a workload.
-            most_tokens: that a sampled engine computes, about; it is asked about two documents at least.
+            most_tokens: that a sampled engine computes, about. The number of documents is even, since every
+                other one has further questions, unless that would be twice as much.
         """
         if not self.is_sampled:
             return list(documents)
         chosen: list[Document] = []
         tokens = 0
         for document in documents:
-            if len(chosen) >= 2 and tokens >= most_tokens:
+            if tokens >= (2 * most_tokens if len(chosen) % 2 else most_tokens):
                 break
             chosen.append(document)
             tokens += self.tokens_of(document)

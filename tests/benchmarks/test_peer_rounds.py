@@ -127,4 +127,9 @@ def test_what_a_document_costs(reuses_kv: bool, tokens: int) -> None:
 
 def test_an_engine_that_is_not_sampled_is_asked_everything() -> None:
     assert len(ENGINES["vllm"].sample(WORKLOAD.documents, 1)) == 4
-    assert len(ENGINES["transformers"].sample(WORKLOAD.documents, 1)) == 2
+
+
+@pytest.mark.parametrize(("most_tokens", "documents"), [(1, 1), (10, 1), (11, 2), (30, 2), (31, 4), (99, 4)])
+def test_a_sample_is_even_unless_that_is_too_much(most_tokens: int, documents: int) -> None:
+    """Documents of 20 and 10 tokens in turn."""
+    assert len(ENGINES["transformers"].sample(WORKLOAD.documents, most_tokens)) == documents
