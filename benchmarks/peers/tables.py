@@ -60,7 +60,8 @@ def short_table(results: Results) -> str:
         body.append([whole["title"], speed, *(times_cell(rows.get((part, peer))) for peer in peers)])
     boots = {name: engine.get("boot_seconds") for name, engine in results["engines"].items()}
     if boots.get(QUAIL):
-        cells = [f"{boots[peer] / boots[QUAIL]:.3g}" if boots[peer] else "–" for peer in peers]
+        ratios = [boots[peer] / boots[QUAIL] if boots[peer] else None for peer in peers]
+        cells = ["–" if ratio is None else marked(f"{ratio:.3g}", ratio) for ratio in ratios]
         body.append(["start to first answer", f"{boots[QUAIL]:.1f} s", *cells])
     return table(["", "Quail, documents/s", *(f"x {title_of(peer)}" for peer in peers)], body)
 
@@ -75,8 +76,12 @@ def times_cell(row: Row | None) -> str:
     if row is None or row.times is None:
         return "–"
     middle, least, most = row.times
-    cell = f"{middle:.2f} ({least:.2f}–{most:.2f})"
-    return f"**{cell}**" if middle < 1 else cell
+    return marked(f"{middle:.2f} ({least:.2f}–{most:.2f})", middle)
+
+
+def marked(cell: str, ratio: float) -> str:
+    """A cell in bold where Quail is the slower one."""
+    return f"**{cell}**" if ratio < 1 else cell
 
 
 def long_table(results: Results) -> str:

@@ -38,7 +38,7 @@ RESULTS: dict[str, Any] = {
         "quail": {"engine": "Quail 1", "boot_seconds": 2.0, "peak_bytes": 2**30, "idle_cores": 0.0},
         "vllm": {"engine": "vLLM 2", "boot_seconds": 50.0, "peak_bytes": 2**31, "idle_cores": 0.5},
         "llama_cpp": {"missing": "llama_cpp cannot be installed: no | compiler"},
-        "transformers": {"engine": "t 3", "boot_seconds": 4.0, "peak_bytes": 2**30, "idle_cores": 0.0},
+        "transformers": {"engine": "t 3", "boot_seconds": 1.0, "peak_bytes": 2**30, "idle_cores": 0.0},
     },
     "parts": {"filter": {"title": "one filter", "documents": 10, "prompts": 10, "prompt_tokens": 100}},
     "runs": [
@@ -71,7 +71,7 @@ def test_the_short_table_shows_lost_rows_in_bold_and_boots() -> None:
     lines = tables.short_table(RESULTS).splitlines()
     assert lines[0] == "|  | Quail, documents/s | x vLLM | x transformers |"
     assert lines[2] == "| one filter | 5 | 1.50 (1.00–3.00) | **0.80 (0.50–0.80)** |"
-    assert lines[3] == "| start to first answer | 2.0 s | 25 | 2 |"
+    assert lines[3] == "| start to first answer | 2.0 s | 25 | **0.5** |"
 
 
 def test_the_report_names_what_is_missing_and_what_was_sampled() -> None:
