@@ -162,7 +162,7 @@ def measure(names: Sequence[str], num_rounds: int) -> list[Point]:
 
 def opened(kv_memory: str | None) -> quail.Session:
     """A session whose engine is warm and keeps nothing between statements."""
-    config = EngineConfig(retention="off", **({"kv_memory": kv_memory} if kv_memory else {}))
+    config = EngineConfig(retention="off", answers="off", **({"kv_memory": kv_memory} if kv_memory else {}))
     session = quail.Session(config)
     session.register("docs", {"id": [0], "text": ["A fine film."]})
     session.sql(filters(1)).run(progress=False)
@@ -174,7 +174,7 @@ def run(session: quail.Session, case: Case) -> tuple[float, dict[str, int]]:
     for name, columns in case.tables.items():
         session.register(name, columns)
     started = time.perf_counter()
-    result = session.sql(case.sql).run(progress=False)
+    result = session.sql(case.sql).run(progress=False, order="as_written")
     return time.perf_counter() - started, dict(result.report.tokens)
 
 
