@@ -38,7 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def session(folder: Path) -> Any:
     config = quail.EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", kv_memory="4MiB", token_budget=64, threads=1
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        kv_memory="4MiB",
+        token_budget=64,
+        threads=1,
+        answers="off",  # the second run of a statement asks again
     )
     with quail.Session(config) as opened:
         opened.register("docs", ROWS)
