@@ -135,7 +135,13 @@ def bench(folder, tmp_path, monkeypatch):
     made = []
 
     def make(**settings: Any) -> Bench:
-        given = {"model": str(folder), "dtype": "float32", "layout": "completion", "cache_dir": tmp_path}
+        given = {
+            "model": str(folder),
+            "dtype": "float32",
+            "layout": "completion",
+            "cache_dir": tmp_path,
+            "kernels": "reference",
+        }
         made.append(Bench(EngineConfig(**{**given, "kv_memory": "16MiB", **settings}), monkeypatch))
         return made[-1]
 

@@ -87,7 +87,12 @@ def test_the_share_of_the_speed_of_light():
 def config(tmp_path) -> EngineConfig:
     folder = make_tiny(tmp_path / "tiny", "llama", hidden=16, layers=1, heads=2)
     return EngineConfig(
-        model=str(folder), dtype="float32", layout="completion", cache_dir=tmp_path, kv_memory="4MiB"
+        model=str(folder),
+        dtype="float32",
+        layout="completion",
+        cache_dir=tmp_path,
+        kv_memory="4MiB",
+        kernels="reference",
     )
 
 

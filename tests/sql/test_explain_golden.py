@@ -65,7 +65,12 @@ def open_session(folder: Path) -> quail.Session:
     model = make_tiny(folder / "tiny", "llama", hidden=16, layers=1, heads=2)
     session = quail.Session(
         EngineConfig(
-            model=str(model), dtype="float32", layout="completion", cache_dir=folder, kv_memory="4MiB"
+            model=str(model),
+            dtype="float32",
+            layout="completion",
+            cache_dir=folder,
+            kv_memory="4MiB",
+            kernels="reference",
         )
     )
     logs = [{"id": n, "log": START * 2 + "Rain. " * n} for n in range(6)]
