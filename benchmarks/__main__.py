@@ -1,6 +1,6 @@
 """`make bench`: what this machine reaches, as ratios measured side by side in one run.
 
-python -m benchmarks [filters] [joins] [pairs] [quality] [sharing] [tree]
+python -m benchmarks [documents] [filters] [joins] [pairs] [quality] [sharing] [tree]
 python -m benchmarks peers …     beside other engines (`--help` says how)
 python -m benchmarks curves …    Quail's cost as sizes grow
 """
@@ -25,6 +25,13 @@ def run_filters(arguments: argparse.Namespace) -> list[Line]:
     from benchmarks import filters
 
     return filters.measure(num_documents=arguments.documents, num_rounds=arguments.rounds)
+
+
+def run_documents(arguments: argparse.Namespace) -> list[Line]:
+    """Memory and host work of a million documents."""
+    from benchmarks import documents
+
+    return documents.measure(num_documents=arguments.table_rows)
 
 
 def run_sharing(arguments: argparse.Namespace) -> list[Line]:
@@ -63,6 +70,7 @@ def run_pairs(arguments: argparse.Namespace) -> list[Line]:
 
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {
+    "documents": run_documents,
     "filters": run_filters,
     "joins": run_joins,
     "pairs": run_pairs,
@@ -88,6 +96,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=20, help="sharing: transcripts (20)")
     parser.add_argument("--share", type=float, default=1.0, help="joins: share of each side's rows (1)")
     parser.add_argument("--pair-rows", type=int, default=1000, help="pairs: rows of each side (1000)")
+    parser.add_argument("--table-rows", type=int, default=1_000_000, help="documents: rows (1000000)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds; medians are reported (3)")
     parser.add_argument("--no-store", action="store_true", help="print only")
     arguments = parser.parse_args()

@@ -103,23 +103,34 @@ class Texts:
         self._index.add(hashes)
         assert len(self) < _MAX_TEXTS, "more texts than handles"
         self._checks = np.concatenate([self._checks, checks])
-        combined = texts.cast(pa.large_string()).combine_chunks()
-        self._chunks.append(combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined)
-        self._starts = np.append(self._starts, self._starts[-1] + len(combined))
+        texts = texts if texts.type == pa.string() else texts.cast(pa.string())
+        chunks = [chunk for chunk in texts.chunks if len(chunk)]  # as they came: joined they would be copied
+        self._chunks += chunks
+        stops = self._starts[-1] + np.cumsum([len(chunk) for chunk in chunks], dtype=np.int64)
+        self._starts = np.concatenate([self._starts, stops])
 
     def take(self, handles: Int64s) -> pa.Array:
-        """The texts of some handles."""
+        """The texts of some handles; without a copy where they lie one after the other in one chunk."""
         if not len(handles):
             return pa.array([], type=pa.string())
         numbers = np.searchsorted(self._starts, handles, side="right") - 1
         if (numbers == numbers[0]).all():
-            local = handles - self._starts[numbers[0]]
-            chunk = self._chunks[int(numbers[0])]
-            if (local[1:] - local[:-1] == 1).all():
-                return chunk.slice(int(local[0]), len(local)).cast(pa.string())
-            return chunk.take(pa.array(local)).cast(pa.string())
-        taken = pa.chunked_array(self._chunks).take(pa.array(handles)).combine_chunks()
-        return (taken.chunk(0) if isinstance(taken, pa.ChunkedArray) else taken).cast(pa.string())
+            return self._of_chunk(int(numbers[0]), handles)
+        order = np.argsort(numbers, kind="stable")
+        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
+        parts = [self._of_chunk(int(numbers[part[0]]), handles[part]) for part in np.split(order, cuts)]
+        taken = pa.concat_arrays(parts)
+        if (order[1:] > order[:-1]).all():
+            return taken
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        return taken.take(pa.array(places))
+
+    def _of_chunk(self, number: int, handles: Int64s) -> pa.Array:
+        chunk, local = self._chunks[number], handles - self._starts[number]
+        if (local[1:] - local[:-1] == 1).all():
+            return chunk.slice(int(local[0]), len(local))
+        return chunk.take(pa.array(local))
 
     def mean_tokens(self, handles: npt.NDArray[np.integer]) -> float:
         """Tokens of one of some texts (-1: no text) on average, estimated from the bytes of a few."""

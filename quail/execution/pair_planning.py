@@ -33,6 +33,7 @@ _MOST_FLAGS = 2**26
 """Pairs are told apart in an array with a byte for each possible one, up to so many."""
 
 _PAIRS_AT_A_TIME = 2**20
+_TEXTS_AT_A_TIME = 2**12
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,9 @@ class PairPlanner:
         missing = len(self._texts) - len(self._tokens)
         self._tokens = np.concatenate([self._tokens, np.full(missing, -1, dtype=np.int64)])
         unknown = handles[self._tokens[handles] < 0]
-        if len(unknown):
-            self._tokens[unknown] = self._counter.text_tokens(self._texts.take(unknown))
+        for start in range(0, len(unknown), _TEXTS_AT_A_TIME):
+            some = unknown[start : start + _TEXTS_AT_A_TIME]
+            self._tokens[some] = self._counter.text_tokens(self._texts.take(some))
         return self._tokens[handles]
 
     # -- several operators

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,9 @@ NUM_WINDOWS = 3
 """After so many windows all rows are read."""
 
 _BATCH_ROWS = 2**17
+_TEXT_BATCH_ROWS, _TEXT_BATCHES = 2**11, 2**6
+"""Texts come in small batches, since one of Arrow's holds at most 2 GiB, and are added many at a time."""
+
 _LOCAL_ROWS_START = 36028797018960000
 """Row numbers of rows written in the same transaction start here (DuckDB's MAX_ROW_ID)."""
 _WINDOW = "quail_window_of_pairs"
@@ -193,9 +197,11 @@ class CandidateReader:
             f"SELECT hash(t) AS h, hash('{_SALT}' || t) AS c, t FROM "
             f'(SELECT {distinct}"{name}" AS t FROM ({inner})) WHERE t IS NOT NULL'
         )
-        table = self._cursor.sql(sql).to_arrow_table()
-        hashes, checks = (table.column(i).to_numpy() for i in (0, 1))
-        self._texts.add(hashes, checks, table.column(2))
+        batches = self._cursor.sql(sql).to_arrow_reader(_TEXT_BATCH_ROWS)
+        while several := list(itertools.islice(batches, _TEXT_BATCHES)):
+            table = pa.Table.from_batches(several)
+            hashes, checks = (table.column(i).to_numpy() for i in (0, 1))
+            self._texts.add(hashes, checks, table.column(2))
 
 
 def changed_documents() -> QuailError:

@@ -139,15 +139,16 @@ class Engine:
         choice = choice.compiled(config.kernels, progress)
         kernels_for = functools.partial(choice.kernels, device=device, threads=num_threads)
         dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device, choice), device, kernels_for)
+        limit = default_limit_bytes()  # before the weights take their part, however much of them is mapped
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
         layout = layout_of(config, loaded.layout, loaded.chat)
         kernels = kernels_for(dtype)
-        decoder = Decoder(loaded.config, {name: t.to(device) for name, t in loaded.weights.items()}, kernels)
-        loaded.weights.clear()
+        weights = loaded.weights
+        for name in weights:
+            weights[name] = weights[name].to(device)
+        decoder = Decoder(loaded.config, weights, kernels)
         shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
         budget = config.token_budget or DEFAULT_TOKEN_BUDGET
-        # The weights are in memory already, so what is available no longer holds them.
-        limit = default_limit_bytes() + shape.weight_bytes
         memory = plan_memory(shape, token_budget=budget, limit_bytes=limit, kv_bytes=config.kv_memory_bytes)
         arena = KVArena(
             memory.num_pages,

@@ -64,7 +64,7 @@ def read_converted(folder: Path, dtype: torch.dtype, digests: DigestIndex) -> Co
         check_tensors(shapes, tensor_shapes(config), str(folder))
         if any(torch_dtype(tensor.type_name) != dtype for tensor in stored.values()):
             return None
-        weights = map_file(weights_path, stored, apart=False)
+        weights = map_file(weights_path, stored)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ModelError):
         return None
     return ConvertedModel(config, tokenizer, weights)

@@ -77,25 +77,21 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return _placed(path, fields, 8 + num_bytes, size)
 
 
-def map_file(path: Path, tensors: Mapping[str, StoredTensor], *, apart: bool) -> dict[str, torch.Tensor]:
+def map_file(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
     """Map tensors of `read_header` into memory: nothing is read before it is used, and changes stay private.
+
+    Each tensor is a mapping of its own, so that one which is let go gives its memory back.
 
     Args:
         path: the file.
         tensors: those wanted; of a type of `FLOATS`.
-        apart: each tensor becomes a mapping of its own, so that one which is let go gives its memory back;
-            otherwise all views of a single one.
 
     Raises:
         ModelError: the file cannot be read, or became shorter.
     """
     try:
         with path.open("rb") as file:
-            if apart:
-                return {name: _map_part(file.fileno(), stored) for name, stored in tensors.items()}
-            with_data = [stored for stored in tensors.values() if stored.num_bytes]
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if with_data else b""
-            return {name: _tensor(data, stored, stored.start) for name, stored in tensors.items()}
+            return {name: _map_part(file.fileno(), stored) for name, stored in tensors.items()}
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be mapped into memory: {error}") from error
 

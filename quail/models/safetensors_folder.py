@@ -157,7 +157,7 @@ class StoredWeights:
     def map(self, name: str) -> torch.Tensor:
         """A weight, mapped into memory anew: what was read of it leaves memory when it is let go."""
         path, stored = self.places[name]
-        return map_file(path, {name: stored}, apart=True)[name]
+        return map_file(path, {name: stored})[name]
 
 
 def find_weights(folder: Path, config: DecoderConfig) -> StoredWeights:
