@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ def _model_path() -> Path | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_HAD_MODEL] = _model_path() is not None
+    # Tests with a cache of their own do not compile the native kernels anew.
+    os.environ.setdefault("QUAIL_KERNELS_DIR", str(EngineConfig().cache_path / "kernels"))
 
 
 _HAD_MODEL = pytest.StashKey[bool]()

@@ -121,7 +121,7 @@ class Build:
 
     @classmethod
     def here(cls, cache_dir: Path) -> Build:
-        """The library for this processor and compiler.
+        """The library for this processor and compiler, in `QUAIL_KERNELS_DIR` or a folder of the cache.
 
         Raises:
             Unavailable: there is no such processor or compiler, or compiling failed before.
@@ -133,7 +133,8 @@ class Build:
         for source in sorted(SOURCES.iterdir()):
             if source.suffix in (".h", ".cpp"):
                 digest.update(source.name.encode() + b"\0" + source.read_bytes())
-        build = cls(level, cxx, cache_dir / "kernels" / f"{digest.hexdigest()[:32]}.so")
+        folder = os.environ.get("QUAIL_KERNELS_DIR", "").strip() or cache_dir / "kernels"
+        build = cls(level, cxx, Path(folder) / f"{digest.hexdigest()[:32]}.so")
         with contextlib.suppress(OSError):
             raise Unavailable(build._failure.read_text())
         return build

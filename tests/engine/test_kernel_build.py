@@ -20,6 +20,21 @@ AVX2 = "flags : fma avx2 f16c"
 AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
 
 
+@pytest.fixture(autouse=True)
+def _in_its_own_cache(monkeypatch):
+    monkeypatch.delenv("QUAIL_KERNELS_DIR", raising=False)
+
+
+def test_another_folder_may_keep_the_libraries(tmp_path, monkeypatch):
+    try:
+        beside = Build.here(tmp_path).path
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    assert beside.parent == tmp_path / "kernels"
+    monkeypatch.setenv("QUAIL_KERNELS_DIR", str(tmp_path / "shared"))
+    assert Build.here(tmp_path).path == tmp_path / "shared" / beside.name
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
