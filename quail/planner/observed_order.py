@@ -148,5 +148,5 @@ def pilot_rows(num_rows: int, num_filters: int, row_limit: int | None = None) ->
         return np.zeros(0, dtype=np.int64)
     if row_limit is not None:
         return np.arange(size, dtype=np.int64)
-    parts = np.random.default_rng(0).random(size) + np.arange(size)
-    return np.floor(parts * (num_rows / size)).astype(np.int64)
+    bounds = np.arange(size + 1, dtype=np.int64) * num_rows // size
+    return np.random.default_rng(0).integers(bounds[:-1], bounds[1:])

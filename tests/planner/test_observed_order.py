@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quail.planner.join_order import FilterOperator, JoinOperator, JoinQuery, Relation
@@ -64,6 +64,7 @@ def test_joins_wait_for_the_filters_that_leave_few():
 
 
 @given(st.integers(0, 5000), st.integers(1, 10))
+@example(81, 1)
 def test_a_pilot_draws_one_row_from_each_part(num_rows, num_filters):
     rows = pilot_rows(num_rows, num_filters)
     assert (len(rows) > 0) == (num_rows >= ROWS_A_QUESTION * SMALLEST_PILOT * num_filters)
