@@ -195,7 +195,12 @@ def random_statement(random_: random.Random, num_tables: int) -> str:
     return f"SELECT {select} FROM {', '.join(f't{each}' for each in kept)}{where}"
 
 
-@pytest.mark.parametrize("seed", range(40))
+def few_of(num_seeds: int) -> list:
+    """All seeds, those from the eighth on as slow tests."""
+    return [pytest.param(seed, marks=pytest.mark.slow) if seed >= 8 else seed for seed in range(num_seeds)]
+
+
+@pytest.mark.parametrize("seed", few_of(40))
 def test_with_the_answers_of_the_run_the_ledger_is_that_of_the_run(bench, seed):
     random_, rng = random.Random(seed), np.random.default_rng(seed)
     settings = {
@@ -242,7 +247,7 @@ def digits(rng: np.random.Generator, number: int, length: int) -> str:
     return "".join(map(str, rng.integers(0, 10, length - 3))) + f"{number:03}"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", few_of(20))
 def test_hints_that_hold_predict_the_ledger_of_equally_long_documents(bench, seed):
     """Each filter passes one half of the documents that any other one passes; a join that something follows
     matches all pairs.
