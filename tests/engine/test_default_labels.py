@@ -81,5 +81,11 @@ def test_codes(engine, oracle, num_labels):
     stage = compile_stage(call, engine.pieces, engine.tokenizer)
     assert not stage.branches
     codes = classify(0, label_codes(call, engine.tokenizer), text=CUE)
-    expected = expected_log_probabilities(engine, oracle, codes, engine.prompt(call, TEXTS[0]))
+    tokens = [label_tokens(engine, codes, category.label) for category in codes.categories]
+    assert {len(each) for each in tokens} == {1}
+    prompt = torch.tensor([engine.prompt(call, TEXTS[0]).tolist()])
+    with torch.inference_mode():
+        logits = oracle(prompt, logits_to_keep=1).logits[0, -1].double().numpy()
+    scores = logits[[token for (token,) in tokens]]
+    expected = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
     np.testing.assert_allclose(run.logits[0, 0], expected, rtol=0, atol=PER_TOKEN)
