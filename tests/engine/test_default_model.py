@@ -57,6 +57,7 @@ def test_float32_answers_equal_transformers(engine, texts):
     assert max(gaps) <= 1e-4 * largest
 
 
+@pytest.mark.slow
 def test_bfloat16_flips_only_near_ties(engine, texts):
     rounded = {name: t.bfloat16() for name, t in engine.loaded.weights.items()}
     exact = Decoder(engine.loaded.config, {name: t.float() for name, t in rounded.items()})
