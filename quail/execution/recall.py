@@ -117,9 +117,9 @@ class Recall:
         identity = memory.identity if memory is not None else ModelIdentity()
         self._questions = [question_of(stage, pieces, identity) for stage in stages]
         digests = [question.digest for question in self._questions]
-        self._has_twins = len(set(digests)) < len(digests)
+        has_twins = len(set(digests)) < len(digests)
         self._owns_store = memory is None
-        self._store = memory.store if memory is not None else AnswerStore() if self._has_twins else None
+        self._store = memory.store if memory is not None else AnswerStore() if has_twins else None
         self._anchors = [stage.call.anchor for stage in stages]
         self._cut_bytes = [
             context_tokens - stage.num_fixed_tokens - len(pieces.prefix) - _SLACK_TOKENS
@@ -196,7 +196,7 @@ class Recall:
         """A digest of the texts of each question: of the document, or of anchor and partner."""
         if asks.partners is None:
             texts = asks.arguments[0]
-            digests = [text_digest(text) for text in texts.to_pylist()]
+            digests = self._digests_of(asks.documents, texts)
             return _marked(digests, _num_bytes(texts), self._cut_bytes[asks.call])
         anchor = self._anchors[asks.call]
         sides = (asks.arguments[anchor], asks.arguments[1 - anchor])
