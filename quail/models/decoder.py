@@ -19,6 +19,7 @@ from quail.execution.chunk import Chunk, Int64s
 from quail.kernels import attention, reference
 from quail.kernels.interface import HeadNorms, Kernels, Matrix, PageWrites
 from quail.kernels.reference import TorchKernels
+from quail.kernels.upload import upload
 from quail.kv.arena import KVArena
 from quail.kv.pages import PageArena
 from quail.models.config import DecoderConfig
@@ -119,10 +120,11 @@ class Decoder:
         hidden, normed = space.hidden[:num_rows], space.normed[:num_rows]
         heads, inner = space.heads[:num_rows], space.inner[:num_rows]
         q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
-        cos, sin = self._rotation(chunk.positions)
-        writes = self._writes(chunk)
+        ids, positions, read_rows, *kept = upload(_indexes(chunk), self.device)
+        cos, sin = self._rotation(positions)
+        writes = PageWrites(kept[0], kept[1], kept[2])
 
-        hidden.copy_(self.embedding.index_select(0, self._index(chunk.ids.astype(np.int64))))
+        hidden.copy_(self.embedding.index_select(0, ids))
         for index, layer in enumerate(self.layers):
             k_pages, v_pages = arena.layer(index)
             kernels.norm(hidden, layer.input_norm, eps, out=normed)
@@ -135,7 +137,7 @@ class Decoder:
             kernels.norm(hidden, layer.post_norm, eps, out=normed)
             kernels.gated_product(normed, layer.gate_up, out=inner)
             kernels.add_product(inner, layer.down, None, total=hidden)
-        read = hidden.index_select(0, self._index(chunk.read_rows))
+        read = hidden.index_select(0, read_rows)
         return F.rms_norm(read, (config.hidden_size,), self.final_norm, eps)
 
     @torch.inference_mode()
@@ -162,15 +164,18 @@ class Decoder:
     def _index(self, values: Int64s) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
-    def _rotation(self, positions: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(t, head_dim / 2) cosines and sines, in float32."""
-        angles = self._index(positions).float().unsqueeze(1) * self._frequencies
+        angles = positions.float().unsqueeze(1) * self._frequencies
         return angles.cos(), angles.sin()
 
-    def _writes(self, chunk: Chunk) -> PageWrites:
-        rows, slots = self._index(chunk.write_rows), self._index(chunk.write_slots)
-        slot_of_row = torch.full((len(chunk),), -1, dtype=torch.int64, device=self.device)
-        return PageWrites(rows, slots, slot_of_row.index_copy_(0, rows, slots))
+
+def _indexes(chunk: Chunk) -> tuple[Int64s, ...]:
+    """Ids, positions, rows to read, and the three of `PageWrites`."""
+    slot_of_row = np.full(len(chunk), -1, dtype=np.int64)
+    slot_of_row[chunk.write_rows] = chunk.write_slots
+    ids = chunk.ids.astype(np.int64)
+    return ids, chunk.positions, chunk.read_rows, chunk.write_rows, chunk.write_slots, slot_of_row
 
 
 def _layer(weights: dict[str, torch.Tensor], index: int, kernels: Kernels) -> Layer:
