@@ -19,6 +19,7 @@ LAYOUTS = ("auto", "chat", "completion")
 SHARING = ("auto", "on", "off")
 RETENTION = ("auto", "off", "keep")
 KERNELS = ("auto", "native", "reference")
+ATTENTION = ("auto", "gathered", "paged", "reference")
 
 MOST_THREADS = 1024
 """Threads of the engine; far more make the machine refuse them in the middle of a run."""
@@ -144,9 +145,13 @@ class EngineConfig:
             session.
             None is the file `DATABASE.answers` of a session with a database file, else `memory`.
             `QUAIL_ANSWERS`.
-        kernels: what runs a pass on a CPU: `native` (compiled for this processor at first use), `reference`
-            (torch's operations) or `auto` (native where a C++ compiler and a known processor are).
-            `QUAIL_KERNELS`. Answers are the same within the rounding of the dtype.
+        kernels: what runs a pass: `native` (on a CPU compiled for this processor at first use, on CUDA those
+            in Triton), `reference` (torch's operations) or `auto` (native where they can be had: a C++
+            compiler and a known processor, or Triton). `QUAIL_KERNELS`. Answers are the same within the
+            rounding of the dtype.
+        attention: what attention runs on a CUDA device: `gathered` (torch's `varlen_attn` over KV gathered
+            from pages), `paged` (a Triton kernel that reads pages), `reference` (a segment at a time), or
+            `auto` (the first of them that can run in bfloat16, `reference` in float32). `QUAIL_ATTENTION`.
         threads: number of CPU threads of the engine; None leaves it to torch. `QUAIL_THREADS`.
         cache_dir: folder for fetched models and measurements; None is `$XDG_CACHE_HOME/quail` or
             `~/.cache/quail`. `QUAIL_CACHE_DIR`.
@@ -166,6 +171,7 @@ class EngineConfig:
     retention: str = _environment("QUAIL_RETENTION", "auto")
     answers: str | Path | None = _environment("QUAIL_ANSWERS", None)
     kernels: str = _environment("QUAIL_KERNELS", "auto")
+    attention: str = _environment("QUAIL_ATTENTION", "auto")
     threads: int | None = _environment("QUAIL_THREADS", None, int)
     cache_dir: str | Path | None = _environment("QUAIL_CACHE_DIR", None)
 
@@ -191,6 +197,7 @@ class EngineConfig:
         check_choice("prefix_sharing", self.prefix_sharing, SHARING)
         check_choice("retention", self.retention, RETENTION)
         check_choice("kernels", self.kernels, KERNELS)
+        check_choice("attention", self.attention, ATTENTION)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, what="kv_memory")
         if not _is_encodable(self.label):

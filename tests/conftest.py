@@ -11,6 +11,8 @@ from quail.config import EngineConfig
 from quail.models.registry import list_models
 
 DEFAULT_MODEL = "smollm2-135m"
+CARD_FILES = ("/dev/nvidia0", "/dev/dxg")
+NO_CARD = "no CUDA device"
 
 
 def _model_path() -> Path | None:
@@ -21,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_HAD_MODEL] = _model_path() is not None
     # Tests with a cache of their own do not compile the native kernels anew.
     os.environ.setdefault("QUAIL_KERNELS_DIR", str(EngineConfig().cache_path / "kernels"))
+    # Triton asks at its first import. Where there is a card, its kernels are compiled for it.
+    if not any(Path(each).exists() for each in CARD_FILES):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 _HAD_MODEL = pytest.StashKey[bool]()
@@ -33,10 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         if not torch.cuda.is_available():
             for item in gpu_items:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason=NO_CARD))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    without_card = [each for each in terminalreporter.getreports("skipped") if NO_CARD in str(each.longrepr)]
+    if without_card and config.option.markexpr == "gpu":
+        terminalreporter.write_line(f"skipped: {NO_CARD} ({len(without_card)} tests)")
     path = _model_path()
     if path is not None and not config.stash[_HAD_MODEL]:
         terminalreporter.write_line(f"a test had to fetch the model {DEFAULT_MODEL}; it lies at {path} now")

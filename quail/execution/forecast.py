@@ -216,7 +216,7 @@ def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
     may_be_more = config.device == "auto" and Path("/dev/nvidia0").exists()
     on_cpu = config.device in ("auto", "cpu") and not may_be_more
     device_type = "cpu" if on_cpu else device_of(config.device).type
-    choice = KernelChoice.of(config.kernels, device_type, config.cache_path)
+    choice = KernelChoice.of(config.kernels, device_type, config.cache_path, config.attention)
     dtype = dtype_name(config.dtype, device_type, choice)
     if device_type == "cpu":
         threads = config.threads or _threads_by_environment()

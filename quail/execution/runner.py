@@ -135,7 +135,7 @@ class Engine:
         check_threads_after_fork(num_threads)
         torch.set_num_threads(num_threads)
         device = device_of(config.device)
-        choice = KernelChoice.of(config.kernels, device.type, config.cache_path)
+        choice = KernelChoice.of(config.kernels, device.type, config.cache_path, config.attention)
         choice = choice.compiled(config.kernels, progress)
         kernels_for = functools.partial(choice.kernels, device=device, threads=num_threads)
         dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device, choice), device, kernels_for)

@@ -13,6 +13,7 @@ from quail.kernels.build import Build, Unavailable, has_tiles
 if TYPE_CHECKING:
     import torch
 
+    from quail.kernels.cuda import Card
     from quail.kernels.interface import Kernels
 
 
@@ -21,33 +22,55 @@ class KernelChoice:
     """The kernels to run with.
 
     Attributes:
-        build: the native library, or None for torch alone.
-        reason: why there is none; empty where there is one.
+        build: the native library of a CPU, or None.
+        reason: why there are no native kernels; empty where there are.
+        card: what a CUDA device can do; None for other devices and for plain kernels.
+        attention: the path wanted there, or `auto`.
     """
 
     build: Build | None
     reason: str = ""
+    card: Card | None = None
+    attention: str = "auto"
 
     @classmethod
-    def of(cls, mode: str, device_type: str, cache_dir: Path) -> KernelChoice:
+    def of(cls, mode: str, device_type: str, cache_dir: Path, attention: str = "auto") -> KernelChoice:
         """What a configuration comes to on this machine; nothing is compiled.
 
         Args:
             mode: `auto`, `native` or `reference`.
             device_type: `cpu`, `cuda` or `mps`.
             cache_dir: where compiled libraries are kept.
+            attention: on CUDA: `auto`, `gathered`, `paged` or `reference`.
 
         Raises:
-            ConfigError: native kernels are demanded and cannot be had.
+            ConfigError: native kernels or an attention path are demanded and cannot be had.
         """
+        if attention not in ("auto", "reference") and (device_type != "cuda" or mode == "reference"):
+            raise ConfigError(
+                f"attention = {attention!r} is for the kernels of CUDA devices; this is device "
+                f"{device_type!r} with kernels = {mode!r}",
+                hint="attention = 'auto' takes what can run",
+            )
         if mode == "reference":
             return cls(None, "kernels = 'reference'")
+        if device_type == "cuda":
+            return cls._of_card(mode, attention)
         try:
             if device_type != "cpu":
-                raise Unavailable(f"they are for CPUs, and the device is {device_type}")
+                raise Unavailable(f"they are for CPUs and CUDA devices, and the device is {device_type}")
             return cls(Build.here(cache_dir))
         except Unavailable as missing:
             return _without(mode, missing)
+
+    @classmethod
+    def _of_card(cls, mode: str, attention: str) -> KernelChoice:
+        from quail.kernels.cuda import Card
+
+        fault = _fault_of_triton()
+        if fault and mode == "native":
+            _without(mode, Unavailable(fault))
+        return cls(None, fault, Card.here(has_triton=not fault), attention)
 
     def compiled(self, mode: str, progress: Callable[[str], None] | None = None) -> KernelChoice:
         """The same with its library compiled, or without one if that fails.
@@ -71,11 +94,17 @@ class KernelChoice:
     @property
     def name(self) -> str:
         """What reports and files of measured rates call them."""
+        if self.card is not None:
+            return "cuda triton" if self.card.has_triton else "cuda torch"
         return "reference" if self.build is None else f"native {self.build.level.name}"
 
     @property
     def description(self) -> str:
-        """One line for `quail doctor`: which kernels, and why not the native ones."""
+        """One line for `quail doctor`: which kernels and attention, and why not the native ones."""
+        if self.card is not None:
+            rows = "norms, rotary positions, activation by Triton"
+            rows = f"by torch, since {self.reason}" if self.reason else rows
+            return f"{self.name} ({rows}; attention: {self.card.paths(self.attention)})"
         if self.build is None:
             return f"reference ({self.reason})"
         products = "products of bfloat16 included" if self.multiplies else "products by torch"
@@ -88,6 +117,10 @@ class KernelChoice:
         from quail.kernels import attention, reference
         from quail.kernels.reference import TorchKernels
 
+        if self.card is not None:
+            from quail.kernels.cuda import CudaKernels
+
+            return CudaKernels(self.card, dtype, device, attention=self.attention, name=self.name)
         if self.build is None:
             return TorchKernels(attention.attend if device.type == "cpu" else reference.attend)
         from quail.kernels.compiled import IntegerKernels, NativeKernels
@@ -95,6 +128,15 @@ class KernelChoice:
         is_integer = self.multiplies and dtype == torch.bfloat16
         found = IntegerKernels if is_integer else NativeKernels
         return found(self.build.path, dtype, threads, self.name)
+
+
+def _fault_of_triton() -> str:
+    """Why there is no Triton, in a line; empty where there is."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    return ""
 
 
 def _without(mode: str, missing: Unavailable) -> KernelChoice:

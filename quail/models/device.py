@@ -65,7 +65,9 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
     import torch
 
     device = device_of(config.device)
-    choice = KernelChoice.of(config.kernels, device.type, config.cache_path).compiled(config.kernels)
+    choice = KernelChoice.of(config.kernels, device.type, config.cache_path, config.attention).compiled(
+        config.kernels
+    )
     dtype = dtype_of(config.dtype, device, choice)
     facts = {
         "device": device.type,
@@ -87,7 +89,9 @@ def measured_rates(config: EngineConfig) -> tuple[Rates, str]:
     import torch
 
     device = device_of(config.device)
-    choice = KernelChoice.of(config.kernels, device.type, config.cache_path).compiled(config.kernels)
+    choice = KernelChoice.of(config.kernels, device.type, config.cache_path, config.attention).compiled(
+        config.kernels
+    )
     dtype = dtype_of(config.dtype, device, choice)
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -8,8 +8,10 @@ import torch
 from quail.config import EngineConfig
 from quail.kernels import reference
 from quail.kernels.choice import KernelChoice
+from quail.kernels.cuda import Card, CudaKernels
 from quail.kernels.interface import Kernels
 from quail.kernels.reference import TorchKernels
+from tests.engine.varlen_twin import varlen_twin
 
 CPU = torch.device("cpu")
 
@@ -34,3 +36,35 @@ def native_kernels(dtype: torch.dtype, threads: int = 2) -> Kernels:
 def plain_kernels() -> TorchKernels:
     """The oracle."""
     return TorchKernels(reference.attend)
+
+
+CUDA_DEVICES = [
+    pytest.param("cpu", id="interpreted"),
+    pytest.param("cuda", id="on a card", marks=pytest.mark.gpu),
+]
+"""Where the kernels for CUDA are tried: through Triton's interpreter, and compiled."""
+
+
+class WillingCard(Card):
+    """A card that takes every attention path in every dtype: on a CPU a twin stands in for `varlen_attn`."""
+
+    def missing_for(self, path: str, dtype: torch.dtype, head_dim: int | None = None) -> str:
+        return ""
+
+
+def cuda_device(name: str) -> torch.device:
+    """The device of a test of the kernels for CUDA; skips it where Triton cannot run."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    if name == "cpu" and not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles for a card here; TRITON_INTERPRET=1 interprets it on the CPU")
+    return torch.device(name)
+
+
+def cuda_kernels(
+    dtype: torch.dtype, device: torch.device, attention: str = "auto", *, has_triton: bool = True
+) -> CudaKernels:
+    """The kernels for CUDA on a card, or all but `varlen_attn` on a CPU."""
+    if device.type == "cuda":
+        return CudaKernels(Card.here(has_triton=has_triton), dtype, device, attention=attention)
+    card = WillingCard((9, 0), (2, 13), has_triton)
+    return CudaKernels(card, dtype, device, attention=attention, varlen=varlen_twin)
