@@ -146,22 +146,23 @@ def transformers_model(dtype: torch.dtype) -> Any:
 
 BOOT = """
 import sys, time
-started = time.perf_counter()
 import quail
 with quail.Session() as session:
     session.register("t", {"id": [1], "text": ["A fine film."]})
-    rows = session.sql("SELECT id FROM t WHERE AI.IF(PROMPT('Is it good? {0}', text))").run(progress=False)
-print(time.perf_counter() - started, "transformers" in sys.modules)
+    query = session.sql("SELECT id FROM t WHERE AI.IF(PROMPT('Is it good? {0}', text))")
+    query.run(progress=False).fetchall()
+    answered = time.time()
+print(answered - float(sys.argv[1]), "transformers" in sys.modules)
 """
 
 
 def boot_seconds() -> float:
-    """Seconds from nothing to the first answer in a fresh process, interpreter start included."""
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", BOOT], capture_output=True, text=True, check=True)
-    seconds = time.perf_counter() - started
-    assert done.stdout.split()[-1] == "False", "transformers was imported on a warm boot"
-    return seconds
+    """Seconds from nothing to the first answer in a fresh process: its start is in it, its end is not."""
+    command = [sys.executable, "-c", BOOT, str(time.time())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, has_transformers = done.stdout.split()
+    assert has_transformers == "False", "transformers was imported on a warm boot"
+    return float(seconds)
 
 
 def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
@@ -193,6 +194,6 @@ def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
     return [
         Line("matrix products / pass time", share, ">= 0.45", share >= 0.45, spread(shares)),
         Line("second question / first", second, "<= 1/6", second <= 1 / 6, f"first: {rate:.0f} tokens/s"),
-        Line("boot to first answer, seconds", boot, "<= 6", boot <= 6, spread(boots)),
+        Line("boot to first answer, seconds", boot, "<= 3", boot <= 3, spread(boots)),
         Line("transformers / quail, two filters", speedup, ">= 1.8", speedup >= 1.8, spread(peers)),
     ]

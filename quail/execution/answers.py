@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quail.arrays import filled, of_numbers, to_numbers
 from quail.errors import QuailError
 from quail.execution.asks import Bools, Int64s
 
@@ -99,7 +100,7 @@ class Texts:
         if not is_new.any():
             return
         if not is_new.all():
-            hashes, checks, texts = hashes[is_new], checks[is_new], texts.filter(pa.array(is_new))
+            hashes, checks, texts = hashes[is_new], checks[is_new], texts.filter(of_numbers(is_new))
         self._index.add(hashes)
         assert len(self) < _MAX_TEXTS, "more texts than handles"
         self._checks = np.concatenate([self._checks, checks])
@@ -112,7 +113,7 @@ class Texts:
     def take(self, handles: Int64s) -> pa.Array:
         """The texts of some handles; without a copy where they lie one after the other in one chunk."""
         if not len(handles):
-            return pa.array([], type=pa.string())
+            return pa.nulls(0, pa.string())
         numbers = np.searchsorted(self._starts, handles, side="right") - 1
         if (numbers == numbers[0]).all():
             return self._of_chunk(int(numbers[0]), handles)
@@ -124,19 +125,19 @@ class Texts:
             return taken
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return taken.take(pa.array(places))
+        return taken.take(of_numbers(places))
 
     def _of_chunk(self, number: int, handles: Int64s) -> pa.Array:
         chunk, local = self._chunks[number], handles - self._starts[number]
         if (local[1:] - local[:-1] == 1).all():
             return chunk.slice(int(local[0]), len(local))
-        return chunk.take(pa.array(local))
+        return chunk.take(of_numbers(local))
 
     def mean_tokens(self, handles: npt.NDArray[np.integer]) -> float:
         """Tokens of one of some texts (-1: no text) on average, estimated from the bytes of a few."""
         present = handles[handles >= 0].astype(np.int64)
         some = self.take(present[:: 1 + len(present) // _FEW])
-        sizes = pc.binary_length(some).to_numpy(zero_copy_only=False)
+        sizes = to_numbers(pc.binary_length(some))
         return float(sizes.mean()) / _BYTES_PER_TOKEN if len(sizes) else 0.0
 
 
@@ -175,7 +176,7 @@ class CallAnswers:
         self._pairs = NumberIndex()
         self._positions: Int64s = np.zeros(0, dtype=np.int64)
         self._batches: list[pa.Array] = []
-        self._values: pa.Array = pa.array([], type=self.type)
+        self._values: pa.Array = pa.nulls(0, self.type)
         self._num_values = 0
 
     def __len__(self) -> int:
@@ -209,8 +210,8 @@ class CallAnswers:
         if values.type != self.type:
             values = values.cast(self.type)
         if pa.types.is_boolean(self.type):
-            truth = pc.fill_null(pc.cast(values, pa.int8()), -1)
-            self.truth[keys] = truth.to_numpy(zero_copy_only=False)
+            truth = filled(pc.cast(values, pa.int8()), -1)
+            self.truth[keys] = to_numbers(truth)
         self._positions[keys] = np.arange(self._num_values, self._num_values + len(keys), dtype=np.int64)
         self._batches.append(values)
         self._num_values += len(keys)
@@ -251,7 +252,7 @@ class CallAnswers:
         if not len(self._positions):
             return pa.nulls(len(keys), self.type)
         positions = np.where(keys >= 0, self._positions[keys], -1)
-        return self.all_values().take(pa.array(positions, mask=positions < 0))
+        return self.all_values().take(of_numbers(positions, positions < 0))
 
     def _lookup_kept(self, handles: Int64s, is_known: Bools) -> pa.Array:
         """What is left of answers that were forgotten; NULL where nothing is."""
@@ -262,7 +263,7 @@ class CallAnswers:
         pairs = _single(handles).astype(np.uint64)
         places = np.minimum(np.searchsorted(kept, pairs), max(0, len(kept) - 1))
         is_kept = is_known & (kept[places] == pairs) if len(kept) else np.zeros(len(pairs), dtype=np.bool_)
-        return pa.array(np.full(len(pairs), self._kept_truth), mask=~is_kept)
+        return of_numbers(np.full(len(pairs), self._kept_truth), ~is_kept)
 
     def all_values(self) -> pa.Array:
         """Every answer that was not forgotten."""

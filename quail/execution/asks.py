@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from quail.arrays import of_numbers
 from quail.plan.logical import AICall
 
 Int64s = npt.NDArray[np.int64]
@@ -59,7 +60,7 @@ class Asks:
 
     def taken(self, places: Int64s) -> Asks:
         """Some of the questions, in the order given."""
-        at = pa.array(places)
+        at = of_numbers(places)
         return replace(
             self,
             keys=self.keys[places],

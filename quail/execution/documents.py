@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quail.arrays import to_numbers
 from quail.errors import QuailError
 from quail.execution.stages import Int32s, Pieces
 
@@ -80,7 +81,7 @@ class DocumentEncoder:
         return [found for part in parts for found in self._encode(part, before)]
 
     def _encode_all(self, texts: pa.Array, before: Int32s) -> list[PrefixIds]:
-        sizes = np.asarray(pc.binary_length(texts).to_numpy(zero_copy_only=False), dtype=np.int64)
+        sizes = to_numbers(pc.binary_length(texts)).astype(np.int64)
         is_long = sizes > self._longest_bytes
         if is_long.any():
             values = [

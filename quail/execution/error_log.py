@@ -92,6 +92,9 @@ class ErrorLog:
 
 
 def _batch(rows: list[_Row]) -> pa.RecordBatch:
-    columns = list(zip(*rows, strict=True)) or [()] * len(ERROR_SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, ERROR_SCHEMA, strict=True)]
+    if not rows:
+        arrays = [pa.nulls(0, field.type) for field in ERROR_SCHEMA]
+    else:
+        columns = zip(*rows, strict=True)
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, ERROR_SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=ERROR_SCHEMA)

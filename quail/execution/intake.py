@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
+from quail.arrays import of_numbers
 from quail.errors import PlanError
 from quail.execution.asks import Asks
 from quail.execution.documents import DocumentEncoder, PrefixIds
@@ -117,7 +118,8 @@ class Intake:
         handles = asks.partners.tolist()
         unknown = {handle: place for place, handle in enumerate(handles) if handle not in self._partners}
         if unknown:
-            texts = asks.arguments[1 - stage.call.anchor].take(pa.array(unknown.values(), type=pa.int64()))
+            places = np.fromiter(unknown.values(), np.int64, len(unknown))
+            texts = asks.arguments[1 - stage.call.anchor].take(of_numbers(places))
             self._partners.update(zip(unknown, self._tokenize(texts, partner=True), strict=True))
         found = [self._partners[handle] for handle in handles]
         while len(self._partners) > MOST_PARTNERS:
@@ -167,7 +169,7 @@ class Intake:
         if not first:
             return
         anchor = self._stages[asks.call].call.anchor
-        texts = asks.arguments[anchor].take(pa.array(first.values(), type=pa.int64()))
+        texts = asks.arguments[anchor].take(of_numbers(np.fromiter(first.values(), np.int64, len(first))))
         for (handle, place), prefix in zip(first.items(), self._tokenize(texts), strict=True):
             table, row = _source_of(asks), int(asks.rows[place])
             self._scheduler.add(

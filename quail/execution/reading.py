@@ -11,8 +11,8 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from quail.arrays import filled, to_numbers
 from quail.errors import QuailError
 from quail.execution.answers import Texts, UInt64s, distinct, ranks_in_order
 from quail.execution.asks import Bools, Int64s
@@ -110,7 +110,7 @@ class CandidateReader:
         documents = {
             name: self._handles(inner, name, table.column(position)) for position, name in enumerate(names)
         }
-        found = {column: table.column(len(names) + place).to_numpy() for place, column in enumerate(extra)}
+        found = {column: to_numbers(table.column(len(names) + place)) for place, column in enumerate(extra)}
         rows = np.arange(table.num_rows, dtype=np.int64)
         if query.row is not None:
             rows = found[query.row]
@@ -200,7 +200,7 @@ class CandidateReader:
         batches = self._cursor.sql(sql).to_arrow_reader(_TEXT_BATCH_ROWS)
         while several := list(itertools.islice(batches, _TEXT_BATCHES)):
             table = pa.Table.from_batches(several)
-            hashes, checks = (table.column(i).to_numpy() for i in (0, 1))
+            hashes, checks = (to_numbers(table.column(i)) for i in (0, 1))
             self._texts.add(hashes, checks, table.column(2))
 
 
@@ -218,6 +218,6 @@ def _hashed(name: str) -> str:
 
 def _present(column: pa.Array | pa.ChunkedArray) -> tuple[Bools, UInt64s]:
     """Which rows of a column of hashes are there, and the hashes of those."""
-    is_present = np.asarray(column.is_valid()).astype(np.bool_)
-    hashes: UInt64s = np.asarray(pc.fill_null(column, 0))[is_present]
+    is_present = to_numbers(column.is_valid())
+    hashes: UInt64s = to_numbers(filled(column, 0))[is_present]
     return is_present, hashes

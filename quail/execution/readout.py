@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from quail.arrays import of_numbers, of_texts
 from quail.plan.logical import AICall, Operator
 
 
@@ -38,13 +39,13 @@ def values_of(call: AICall, logits: npt.NDArray[np.float32] | None) -> pa.Array:
     assert logits.dtype == np.float32
     if call.operator is Operator.IF:
         margin = logits[:, 0] - logits[:, 1]
-        return pa.array(margin > _log_odds(call.options.threshold))
+        return of_numbers(margin > _log_odds(call.options.threshold))
     if call.operator is Operator.SCORE:
         margin = (logits[:, 0] - logits[:, 1]).astype(np.float64)
-        return pa.array(np.exp(-np.logaddexp(0.0, -margin)))
-    labels = pa.array([category.label for category in call.categories])
+        return of_numbers(np.exp(-np.logaddexp(0.0, -margin)))
+    labels = of_texts([category.label for category in call.categories])
     if call.operator is Operator.CLASSIFY:
-        return labels.take(pa.array(logits.argmax(axis=1)))
+        return labels.take(of_numbers(logits.argmax(axis=1)))
     return _probabilities(labels, logits)
 
 
@@ -72,6 +73,6 @@ def _probabilities(labels: pa.Array, logits: npt.NDArray[np.float32]) -> pa.Arra
     num_rows, num_labels = logits.shape
     raw = np.exp(logits.astype(np.float64))
     shares = raw / raw.sum(axis=1, keepdims=True)
-    keys = labels.take(pa.array(np.tile(np.arange(num_labels), num_rows)))
-    offsets = pa.array(np.arange(0, (num_rows + 1) * num_labels, num_labels, dtype=np.int32))
-    return pa.MapArray.from_arrays(offsets, keys, pa.array(shares.ravel()))
+    keys = labels.take(of_numbers(np.tile(np.arange(num_labels), num_rows)))
+    offsets = of_numbers(np.arange(0, (num_rows + 1) * num_labels, num_labels, dtype=np.int32))
+    return pa.MapArray.from_arrays(offsets, keys, of_numbers(shares.ravel()))

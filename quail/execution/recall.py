@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from quail.answers.digests import digest_of, text_digest
 from quail.answers.store import AnswerStore, Question
+from quail.arrays import of_numbers, to_numbers
 from quail.execution.asks import Asks
 from quail.execution.calibration import stage_key
 from quail.execution.stages import Float32s, Int64s, Pieces, Stage
@@ -212,9 +213,8 @@ class Recall:
         for place, handle in enumerate(handles.tolist()):
             if handle not in self._digests:
                 first.setdefault(handle, place)
-        for handle, text in zip(
-            first, texts.take(pa.array(first.values(), pa.int64())).to_pylist(), strict=True
-        ):
+        places = of_numbers(np.fromiter(first.values(), np.int64, len(first)))
+        for handle, text in zip(first, texts.take(places).to_pylist(), strict=True):
             self._digests[handle] = text_digest(text)
         found = [self._digests[handle] for handle in handles.tolist()]
         if len(self._digests) > MOST_DIGESTS:
@@ -234,4 +234,4 @@ def _marked(digests: list[bytes], num_bytes: Int64s, cut_bytes: int | None) -> l
 
 
 def _num_bytes(texts: pa.Array) -> Int64s:
-    return np.asarray(pc.binary_length(texts).to_numpy(zero_copy_only=False), dtype=np.int64)
+    return to_numbers(pc.binary_length(texts)).astype(np.int64)

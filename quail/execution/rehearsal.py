@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quail.arrays import of_numbers
 from quail.cost.work import Work
 from quail.execution.asks import Asks, Feed, FollowUp, Int64s, RunControl
 from quail.execution.chunk import Chunk
@@ -66,9 +67,9 @@ class DrawnAnswers:
     def values(self, call: AICall, keys: Int64s) -> pa.Array:
         """Drawn answers."""
         if call.operator is Operator.IF:
-            return pa.array(self._truths(call, len(keys)))
+            return of_numbers(self._truths(call, len(keys)))
         if call.operator is Operator.SCORE:
-            return pa.array(self._random.random(len(keys)))
+            return of_numbers(self._random.random(len(keys)))
         logits = np.zeros((len(keys), len(call.categories)), dtype=np.float32)
         if call.operator is Operator.CLASSIFY:
             logits[np.arange(len(keys)), self._random.integers(0, len(call.categories), len(keys))] = 1.0

@@ -17,10 +17,11 @@ import duckdb
 import pyarrow as pa
 from duckdb.func import ARROW, SPECIAL
 
+from quail.arrays import of_objects, to_numbers
 from quail.errors import BindError, SourceError
 from quail.execution.answers import CallAnswers, Texts, UInt64s
 from quail.execution.asks import Feed, RunControl
-from quail.execution.feed import RunFeed, RunNames, as_array
+from quail.execution.feed import RunFeed, RunNames
 from quail.execution.pair_planning import AnchorChoice, KeptAnchor
 from quail.execution.reading import changed_documents
 from quail.plan import syntax
@@ -200,7 +201,7 @@ class RelationalRun:
             for call in self._bound.calls:
                 self._cursor.remove_function(self._names.lookup(call.index))
             self._cursor.commit()
-        return pa.table({name: [row[i] for row in rows] for i, name in enumerate(names)})
+        return pa.table({name: of_objects([row[i] for row in rows]) for i, name in enumerate(names)})
 
     def _stage_report(self, index: int) -> dict[str, Any]:
         call, answers = self._bound.calls[index], self._answers[index]
@@ -248,5 +249,5 @@ def _lookup(answers: CallAnswers) -> Callable[..., pa.Array]:
 
 
 def _numbers(column: pa.Array | pa.ChunkedArray) -> UInt64s:
-    numbers: UInt64s = as_array(column).to_numpy(zero_copy_only=False)
+    numbers: UInt64s = to_numbers(column)
     return numbers

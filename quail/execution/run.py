@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from quail.arrays import of_texts
 from quail.errors import QueryCancelled
 from quail.execution.asks import Asks, Feed, FollowUp, RunControl
 from quail.execution.audit import Audit
@@ -401,7 +401,7 @@ class Run:
         for stage in self.stages:
             if stage.call.options.calibrate != "content" or stage_key(stage) in self.means:
                 continue
-            texts = pa.array(CONTENT_FREE)
+            texts = of_texts(CONTENT_FREE)
             partners = self.intake.encoder.encode_partners(texts) if stage.is_join else []
             mean, num_tokens = content_mean(
                 stage,

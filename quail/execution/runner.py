@@ -36,7 +36,7 @@ from quail.models.device import device_of, dtype_of, dtype_word
 from quail.plan.logical import AICall
 from quail.plan.prompts import PromptLayout
 from quail.planner.prefix_sharing import SharingDecision, decide
-from quail.processes import check_threads_after_fork
+from quail.processes import check_threads_after_fork, without_collection
 
 if TYPE_CHECKING:
     from quail.models.chat import ChatPieces
@@ -105,6 +105,7 @@ class Engine:
         self.pieces = Pieces.of(layout, tokenizer)
 
     @classmethod
+    @without_collection()
     def boot(
         cls,
         config: EngineConfig,
@@ -129,6 +130,7 @@ class Engine:
         from quail.kv.arena import KVArena
         from quail.models.decoder import Decoder, PagedDecoder
         from quail.models.loader import load_model
+        from quail.models.packed import PackedMatrices
         from quail.models.self_check import trusted_dtype
 
         num_threads = config.threads or _threads_of_torch()
@@ -146,7 +148,8 @@ class Engine:
         weights = loaded.weights
         for name in weights:
             weights[name] = weights[name].to(device)
-        decoder = Decoder(loaded.config, weights, kernels)
+        packed = PackedMatrices(config.cache_path, loaded.revision, dtype, kernels.layout)
+        decoder = Decoder(loaded.config, weights, kernels, packed)
         shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
         budget = config.token_budget or DEFAULT_TOKEN_BUDGET
         memory = plan_memory(shape, token_budget=budget, limit_bytes=limit, kv_bytes=config.kv_memory_bytes)

@@ -115,6 +115,7 @@ class _Library:
         self._lib = ctypes.CDLL(str(path))
         self.dtype, self.threads = dtype, threads
         self.panel_columns = int(self._lib.quail_panel_columns())
+        self.digest = path.stem
 
     def call(self, kernel: str, job: ctypes.Structure) -> None:
         getattr(self._lib, f"quail_{kernel}")(ctypes.byref(job))
@@ -288,6 +289,10 @@ class IntegerKernels(NativeKernels):
     to 12 bits and a sign; sums of 64 products are exact, beyond that float32. That is finer than bfloat16.
     """
 
+    @property
+    def layout(self) -> str:
+        return f"int16-{self._library.digest}"
+
     def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
         return self._packed(parts, sum(len(part) for part in parts), gated=False)
 
@@ -341,8 +346,10 @@ class IntegerKernels(NativeKernels):
         ending: int,
     ) -> None:
         rows, inner = x.shape
-        assert out.shape == (rows, matrix.columns) and matrix.data.shape[1] == inner + inner % 2
         assert matrix.scales is not None
+        needed = matrix.columns * (2 if ending == _GATE else 1)
+        assert out.shape == (rows, matrix.columns) and len(matrix.scales) >= needed
+        assert matrix.data.shape == (len(matrix.scales), inner + inner % 2)
         self._library.call(
             "product",
             _Product(

@@ -67,6 +67,10 @@ class Kernels(Protocol):
     def name(self) -> str:
         """What `quail doctor`, reports and files of measured rates call them."""
 
+    @property
+    def layout(self) -> str:
+        """Names how `matrix` lays out weights, down to the build; empty where it takes them as they are."""
+
     def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
         """Lays out the weights of one product: (n, inner) each, their results side by side."""
 

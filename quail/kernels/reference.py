@@ -113,6 +113,10 @@ class TorchKernels:
     def name(self) -> str:
         return self._name
 
+    @property
+    def layout(self) -> str:
+        return ""
+
     def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
         data = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         return Matrix(data, data.shape[0])

@@ -23,6 +23,7 @@ from quail.kernels.upload import upload
 from quail.kv.arena import KVArena
 from quail.kv.pages import PageArena
 from quail.models.config import DecoderConfig
+from quail.models.packed import PackedMatrices
 
 MASS_VOCAB_ROWS = 2**14
 """Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays small."""
@@ -75,10 +76,15 @@ class Decoder:
             laid out.
         kernels: what runs the layers; None takes torch's operations, with the fast attention on a CPU and the
             plain one elsewhere.
+        packed: matrices that are laid out already; None lays out all.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: dict[str, torch.Tensor], kernels: Kernels | None = None
+        self,
+        config: DecoderConfig,
+        weights: dict[str, torch.Tensor],
+        kernels: Kernels | None = None,
+        packed: PackedMatrices | None = None,
     ) -> None:
         self.config = config
         self.embedding = weights.pop("model.embed_tokens.weight")
@@ -88,7 +94,9 @@ class Decoder:
         if kernels is None:
             kernels = TorchKernels(attention.attend if self.device.type == "cpu" else reference.attend)
         self.kernels = kernels
-        self.layers = [_layer(weights, index, kernels) for index in range(config.num_layers)]
+        packed = packed or PackedMatrices()
+        self.layers = [_layer(weights, index, kernels, packed) for index in range(config.num_layers)]
+        packed.keep()
         self._frequencies = torch.tensor(
             config.rope_inverse_frequencies, dtype=torch.float32, device=self.device
         )
@@ -178,7 +186,7 @@ def _indexes(chunk: Chunk) -> tuple[Int64s, ...]:
     return ids, chunk.positions, chunk.read_rows, chunk.write_rows, chunk.write_slots, slot_of_row
 
 
-def _layer(weights: dict[str, torch.Tensor], index: int, kernels: Kernels) -> Layer:
+def _layer(weights: dict[str, torch.Tensor], index: int, kernels: Kernels, packed: PackedMatrices) -> Layer:
     def take(name: str) -> torch.Tensor | None:
         return weights.pop(f"model.layers.{index}.{name}", None)
 
@@ -192,20 +200,25 @@ def _layer(weights: dict[str, torch.Tensor], index: int, kernels: Kernels) -> La
         assert len(found) in (0, len(names)), f"layer {index} has some of {names} only"
         return found
 
+    def matrix(name: str, *names: str) -> Matrix:
+        parts = [need(f"{each}.weight") for each in names]
+        return packed.matrix(f"{index}.{name}", lambda: kernels.matrix(parts))
+
     projections = [f"self_attn.{name}_proj" for name in "qkv"]
     biases = several([f"{name}.bias" for name in projections])
     out_bias = take("self_attn.o_proj.bias")
+    gate, up = need("mlp.gate_proj.weight"), need("mlp.up_proj.weight")
     norms = several(["self_attn.q_norm.weight", "self_attn.k_norm.weight"])
     return Layer(
         input_norm=need("input_layernorm.weight").float(),
         post_norm=need("post_attention_layernorm.weight").float(),
-        qkv=kernels.matrix([need(f"{name}.weight") for name in projections]),
+        qkv=matrix("qkv", *projections),
         qkv_bias=torch.cat(biases).float() if biases else None,
-        out=kernels.matrix([need("self_attn.o_proj.weight")]),
+        out=matrix("out", "self_attn.o_proj"),
         out_bias=None if out_bias is None else out_bias.float(),
         head_norms=HeadNorms(norms[0].float(), norms[1].float()) if norms else None,
-        gate_up=kernels.gated_matrix(need("mlp.gate_proj.weight"), need("mlp.up_proj.weight")),
-        down=kernels.matrix([need("mlp.down_proj.weight")]),
+        gate_up=packed.matrix(f"{index}.gate_up", lambda: kernels.gated_matrix(gate, up)),
+        down=matrix("down", "mlp.down_proj"),
     )
 
 

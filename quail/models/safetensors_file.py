@@ -84,7 +84,7 @@ def map_file(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, torch
 
     Args:
         path: the file.
-        tensors: those wanted; of a type of `FLOATS`.
+        tensors: those wanted; of a type that `torch_dtype` knows.
 
     Raises:
         ModelError: the file cannot be read, or became shorter.
@@ -119,10 +119,16 @@ def _tensor(data: mmap.mmap | bytes, stored: StoredTensor, start: int) -> torch.
 
 
 def torch_dtype(type_name: str) -> torch.dtype:
-    """The dtype of one of `FLOATS`."""
+    """The dtype of one of `FLOATS`, or of the integers that packed weights are."""
     import torch
 
-    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type_name]
+    return {
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I16": torch.int16,
+        "I8": torch.int8,
+    }[type_name]
 
 
 def _placed(path: Path, fields: Mapping[str, Any], data_start: int, size: int) -> dict[str, StoredTensor]:

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
-_STORED_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+_STORED_NAMES = {
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+}
 _SHOWN_NAMES = 8
 
 
@@ -113,7 +119,7 @@ def check_finite(name: str, tensor: torch.Tensor, where: str) -> None:
 def write_safetensors(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
     read: Callable[[str], torch.Tensor],
 ) -> str:
     """Write a safetensors file tensor by tensor, so that only one is in memory, and return the file's
@@ -122,7 +128,7 @@ def write_safetensors(
     Args:
         path: the file, written and flushed to disk.
         shapes: the tensors in the order of the file.
-        dtype: of every tensor.
+        dtype: of every tensor, or of each by its name.
         read: gives a tensor of that shape and dtype.
     """
     digest = hashlib.sha256()
@@ -136,15 +142,18 @@ def write_safetensors(
 
 
 def _safetensors_blocks(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], torch.Tensor]
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    read: Callable[[str], torch.Tensor],
 ) -> Iterator[memoryview | bytes]:
     import torch
 
+    dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, torch.dtype) else dtype
     header, position = {}, 0
     for name, shape in shapes.items():
-        stop = position + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        stop = position + int(np.prod(shape, dtype=np.int64)) * dtypes[name].itemsize
         header[name] = {
-            "dtype": _STORED_NAMES[str(dtype)],
+            "dtype": _STORED_NAMES[str(dtypes[name])],
             "shape": list(shape),
             "data_offsets": [position, stop],
         }
@@ -154,6 +163,6 @@ def _safetensors_blocks(
     yield len(text).to_bytes(8, "little") + text
     for name, shape in shapes.items():
         tensor = read(name)
-        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtypes[name]), name
         raw: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
         yield raw.data

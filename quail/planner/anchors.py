@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quail.arrays import to_numbers
 from quail.cost.work import Work
 from quail.plan.logical import AICall
 from quail.plan.prompts import DOCUMENT_LABEL, frame_and_cue, question_and_cue
@@ -49,7 +50,7 @@ class LengthCounter:
 
     def text_tokens(self, texts: pa.Array) -> Int64s:
         """A token for every four bytes begun."""
-        sizes = pc.binary_length(texts).to_numpy(zero_copy_only=False)
+        sizes = to_numbers(pc.binary_length(texts))
         return np.asarray(-(-sizes.astype(np.int64) // _BYTES_PER_TOKEN))
 
     def fixed_tokens(self, call: AICall) -> tuple[int, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.dataset
 
+from quail.arrays import of_objects
 from quail.errors import SourceError
+
+if TYPE_CHECKING:
+    from pyarrow.dataset import Dataset
 
 REPLACEMENT = "\ufffd"
 
@@ -24,7 +27,7 @@ class Frame:
         num_replaced_surrogates: lone surrogates that were replaced by U+FFFD.
     """
 
-    data: pa.Table | pyarrow.dataset.Dataset
+    data: pa.Table | Dataset
     kind: str
     num_replaced_surrogates: int = 0
 
@@ -113,6 +116,10 @@ def _hugging_face(name: str, source: Any) -> Frame:
     return Frame(source.with_format("arrow")[:], "huggingface")
 
 
+def _dataset(name: str, source: Any) -> Frame:
+    return Frame(source, "arrow dataset")
+
+
 def _reader(name: str, source: Any) -> Frame:
     try:
         return Frame(source.read_all(), "arrow reader")
@@ -131,13 +138,14 @@ _READERS: tuple[tuple[str, tuple[str, ...], Callable[[str, Any], Frame]], ...] =
     ("datasets", ("IterableDataset",), _streamed),
     ("datasets", ("Dataset",), _hugging_face),
     ("pyarrow", ("RecordBatchReader",), _reader),
+    ("pyarrow", ("Dataset",), _dataset),
 )
 
 
 def _other(name: str, source: object) -> Frame:
     """Arrow data, plain Python data, or anything else that exports Arrow."""
-    if isinstance(source, pa.Table | pyarrow.dataset.Dataset):
-        return Frame(source, "arrow" if isinstance(source, pa.Table) else "arrow dataset")
+    if isinstance(source, pa.Table):
+        return Frame(source, "arrow")
     if isinstance(source, pa.RecordBatch):
         return Frame(pa.Table.from_batches([source]), "arrow")
     if isinstance(source, Mapping):
@@ -185,7 +193,7 @@ def _column(
     name: str, label: str, values: Any, texts: _TextRepair, *, from_pandas: bool = False
 ) -> pa.Array | pa.ChunkedArray:
     try:
-        return pa.array(values, from_pandas=from_pandas)
+        return pa.array(values, from_pandas=True) if from_pandas else of_objects(values)
     except UnicodeEncodeError:
         repaired = [
             texts.repair(value) for value in (values.tolist() if hasattr(values, "tolist") else values)

@@ -69,6 +69,7 @@ ROOMS = (
     ("plan",),
     ("config",),
     ("interrupts", "processes", "runs"),
+    ("arrays",),
     ("errors", "__version__"),
 )
 TORCH_MAY_STAND_IN = ("kv/arena.py", "execution/", "models/", "kernels/", "cost/device.py")
