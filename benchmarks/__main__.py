@@ -3,6 +3,7 @@
 python -m benchmarks [documents] [filters] [joins] [pairs] [quality] [sharing] [tree]
 python -m benchmarks peers …     beside other engines (`--help` says how)
 python -m benchmarks curves …    Quail's cost as sizes grow
+python -m benchmarks profile …   where the time of a run goes, operator by operator
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ def main() -> int:
         from benchmarks.peers import cli
 
         return cli.main(sys.argv[2:])
+    if sys.argv[1:2] == ["profile"]:
+        from benchmarks import profile
+
+        return profile.main(sys.argv[2:])
     if sys.argv[1:2] == ["curves"]:
         from benchmarks import curves
 

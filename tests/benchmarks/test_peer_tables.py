@@ -122,6 +122,7 @@ def test_the_projects_pages_have_their_places() -> None:
         ("README.md", "peers"),
         ("docs/benchmarks.md", "peers"),
         ("docs/benchmarks.md", "curves"),
+        ("docs/performance.md", "profile"),
     ):
         assert pages.with_section((ROOT / name).read_text(), section, "new")
 
