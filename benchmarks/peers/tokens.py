@@ -74,7 +74,7 @@ class Compiler:
             outline = read_outline(config.model, config.cache_path)
         assert outline is not None
         self.tokenizer: Tokenizer = outline.tokenizer
-        self.pieces = Pieces.of(layout_of(config, outline.layout, outline.chat), outline.tokenizer)
+        self.pieces = Pieces.of(layout_of(config, outline), outline.tokenizer)
 
     def stages(self, sql: str, tables: dict[str, dict[str, list[object]]]) -> list[Stage]:
         """The stages of a statement's calls, in the order in which they are written; anchors stand left."""

@@ -68,7 +68,7 @@ class Forecaster:
     def __init__(self, config: EngineConfig, outline: ModelOutline) -> None:
         self.model = outline.name
         self._config, self._outline = config, outline
-        layout = layout_of(config, outline.layout, outline.chat)
+        layout = layout_of(config, outline)
         self.layout = layout.name
         self._pieces = Pieces.of(layout, outline.tokenizer)
         self._context_tokens = outline.config.context_tokens

@@ -39,8 +39,8 @@ from quail.planner.prefix_sharing import SharingDecision, decide
 from quail.processes import check_threads_after_fork, without_collection
 
 if TYPE_CHECKING:
-    from quail.models.chat import ChatPieces
     from quail.models.config import DecoderConfig
+    from quail.models.outline import ModelOutline
     from quail.models.tokenizer import Tokenizer
 
 
@@ -143,7 +143,7 @@ class Engine:
         dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device, choice), device, kernels_for)
         limit = default_limit_bytes()  # before the weights take their part, however much of them is mapped
         loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
-        layout = layout_of(config, loaded.layout, loaded.chat)
+        layout = layout_of(config, loaded.outline)
         kernels = kernels_for(dtype)
         weights = loaded.weights
         for name in weights:
@@ -309,21 +309,21 @@ def _threads_of_torch() -> int:
     return torch.get_num_threads()
 
 
-def layout_of(config: EngineConfig, default: str, chat: ChatPieces | None) -> PromptLayout:
+def layout_of(config: EngineConfig, model: ModelOutline) -> PromptLayout:
     """The prompt layout of a configuration.
 
     Args:
         config: names the layout, or leaves it to the model.
-        default: what suits the model.
-        chat: the model's chat template around a text, or None.
+        model: has a layout that suits it, and perhaps a chat template.
 
     Raises:
         PlanError: a chat layout of a model without a chat template.
     """
-    name = default if config.layout == "auto" else config.layout
+    name = model.layout if config.layout == "auto" else config.layout
     label = f"{config.label}\n" if config.label else ""
     if name == "completion":
         return PromptLayout("completion", label=label)
+    chat = model.chat
     if chat is None:
         raise PlanError(
             "layout = 'chat', but the model has no chat template",

@@ -18,7 +18,7 @@ from quail.models.converted import ConvertedModel, converted_folder, lock_of, re
 from quail.models.files import DigestIndex
 from quail.models.gguf_file import read_gguf_header
 from quail.models.gguf_tokenizer import tokenizer_from_gguf
-from quail.models.outline import outline_of
+from quail.models.outline import ModelOutline, outline_of
 from quail.models.safetensors_file import torch_dtype
 from quail.models.safetensors_folder import find_weights, read_config, read_tokenizer_source, weight_files
 from quail.models.tokenizer import Tokenizer, TokenizerSource
@@ -40,9 +40,7 @@ class LoadedModel:
         config: its shape.
         weights: by the names of Hugging Face's Llama; no head where it is tied.
         tokenizer: its tokenizer.
-        chat: what its chat template puts around a user's text, or None without a usable template.
-        chat_problem: why `chat` is None.
-        layout: the prompt layout that suits it, "chat" or "completion".
+        outline: the model without its weights.
     """
 
     name: str
@@ -50,9 +48,22 @@ class LoadedModel:
     config: DecoderConfig
     weights: dict[str, torch.Tensor]
     tokenizer: Tokenizer
-    chat: ChatPieces | None
-    chat_problem: str
-    layout: registry.Layout
+    outline: ModelOutline
+
+    @property
+    def chat(self) -> ChatPieces | None:
+        """What its chat template puts around a user's text, or None without a usable template."""
+        return self.outline.chat
+
+    @property
+    def chat_problem(self) -> str:
+        """Why `chat` is None."""
+        return self.outline.chat_problem
+
+    @property
+    def layout(self) -> registry.Layout:
+        """The prompt layout that suits it, "chat" or "completion"."""
+        return self.outline.layout
 
 
 def load_model(
@@ -187,13 +198,4 @@ def _checked(opened: _Opened, loading: _Loading) -> Callable[[str], torch.Tensor
 
 def _assembled(name: str, revision: str, model: ConvertedModel) -> LoadedModel:
     outline = outline_of(name, revision, model.config, model.tokenizer)
-    return LoadedModel(
-        name,
-        revision,
-        model.config,
-        model.weights,
-        outline.tokenizer,
-        outline.chat,
-        outline.chat_problem,
-        outline.layout,
-    )
+    return LoadedModel(name, revision, model.config, model.weights, outline.tokenizer, outline)

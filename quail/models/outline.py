@@ -24,19 +24,43 @@ class ModelOutline:
 
     Attributes:
         name: alias, folder or file name, or hub id.
+        revision: SHA-256 of all that the model is made of, or empty where it is not known.
         config: the model's shape.
         tokenizer: its tokenizer.
-        chat: what its chat template puts around a user's text, or None without a usable template.
-        chat_problem: why `chat` is None.
-        layout: the prompt layout that suits it.
+        source: what its files say about the tokenizer.
     """
 
     name: str
+    revision: str
     config: DecoderConfig
     tokenizer: Tokenizer
-    chat: ChatPieces | None
-    chat_problem: str
-    layout: registry.Layout
+    source: TokenizerSource
+
+    @property
+    def chat(self) -> ChatPieces | None:
+        """What its chat template puts around a user's text, or None without a usable template."""
+        return self._chat[0]
+
+    @property
+    def chat_problem(self) -> str:
+        """Why `chat` is None."""
+        return self._chat[1]
+
+    @property
+    def layout(self) -> registry.Layout:
+        """The prompt layout that suits it."""
+        known = registry.known_layout(self.name, self.revision)
+        return known or registry.default_layout(self.name, self.revision, self.chat is not None)
+
+    @functools.cached_property
+    def _chat(self) -> tuple[ChatPieces | None, str]:
+        """Rendered when it is first wanted: known models mostly do without."""
+        if self.source.chat_template is None:
+            return None, f"{self.name} has no chat template"
+        try:
+            return _chat_without_bos(self.source, self.tokenizer, self.name), ""
+        except ModelError as error:
+            return None, error.message
 
 
 def outline_of(name: str, revision: str, config: DecoderConfig, source: TokenizerSource) -> ModelOutline:
@@ -52,15 +76,7 @@ def outline_of(name: str, revision: str, config: DecoderConfig, source: Tokenize
             f"{config.vocab_size} rows",
             hint="the tokenizer belongs to another model",
         )
-    chat, problem = None, f"{name} has no chat template"
-    if source.chat_template is not None:
-        try:
-            chat = _chat_without_bos(source, tokenizer, name)
-            problem = ""
-        except ModelError as error:
-            problem = error.message
-    layout = registry.default_layout(name, revision, chat is not None)
-    return ModelOutline(name, config, tokenizer, chat, problem, layout)
+    return ModelOutline(name, revision, config, tokenizer, source)
 
 
 def read_outline(spec: str, cache_dir: Path) -> ModelOutline | None:

@@ -180,6 +180,14 @@ def _local_path(spec: str) -> Path | None:
         return None
 
 
+def known_layout(name: str, revision: str) -> Layout | None:
+    """The layout of prompts of a known model, wherever its file lies; None of any other."""
+    for known in KNOWN_MODELS.values():
+        if name == known.alias or revision == known.member.member_sha256:
+            return known.layout
+    return None
+
+
 def default_layout(name: str, revision: str, has_chat_template: bool) -> Layout:
     """The layout of prompts that suits a model.
 
@@ -187,9 +195,9 @@ def default_layout(name: str, revision: str, has_chat_template: bool) -> Layout:
     one and are not base models by their name (some base models carry a template that they were not trained
     on).
     """
-    for known in KNOWN_MODELS.values():
-        if name == known.alias or revision == known.member.member_sha256:
-            return known.layout
+    known = known_layout(name, revision)
+    if known is not None:
+        return known
     base_name = name.partition("@")[0].rpartition("/")[2]
     return "chat" if has_chat_template and not _BASE_MODEL.search(base_name) else "completion"
 

@@ -22,7 +22,7 @@ with quail.Session(quail.EngineConfig(**settings)) as session:
         for call in ("AI.IF(PROMPT('Is it good? {0}', text))", "AI.CLASSIFY(text, ['good', 'bad']) = 'good'"):
             session.sql(f"SELECT id FROM {table} WHERE {call}").run(progress=False).arrow()
 assert gc.isenabled()
-print(*sorted({"pandas", "polars", "transformers", "datasets", "sympy", "gguf"} & set(sys.modules)))
+print(*sorted({"pandas", "polars", "transformers", "datasets", "sympy", "gguf", "jinja2"} & set(sys.modules)))
 """
 
 
