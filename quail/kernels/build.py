@@ -28,6 +28,9 @@ COMPILE_SECONDS = 300
 MORE_OPTIONS = "QUAIL_KERNELS_CXXFLAGS"
 """Environment variable with further options of the compiler, such as those of sanitizers."""
 
+BEST_LEVEL = "QUAIL_KERNELS_LEVEL"
+"""Environment variable with the name of the best of `LEVELS` to compile for, where the processor has more."""
+
 _CPUINFO = Path("/proc/cpuinfo")
 _TRY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).quail_check())"
 
@@ -66,10 +69,10 @@ class Unavailable(Exception):
 
 
 def level_of(cpuinfo: Path = _CPUINFO) -> Level:
-    """The best level of this processor.
+    """The best level of this processor, or below the one that `QUAIL_KERNELS_LEVEL` names.
 
     Raises:
-        Unavailable: not a processor that the kernels know.
+        Unavailable: not a processor that the kernels know, or no such level.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise Unavailable(f"the processor is {platform.machine()}, not x86-64")
@@ -78,7 +81,12 @@ def level_of(cpuinfo: Path = _CPUINFO) -> Level:
     except OSError:
         raise Unavailable(f"{cpuinfo} cannot be read, so the processor is not known") from None
     found = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    for level in LEVELS:
+    names = [level.name.lower() for level in LEVELS]
+    best = os.environ.get(BEST_LEVEL, "").strip().lower() or names[0]
+    if best not in names:
+        known = ", ".join(level.name for level in LEVELS)
+        raise Unavailable(f"{BEST_LEVEL} is {best!r}; there are {known}")
+    for level in LEVELS[names.index(best) :]:
         if found.issuperset(level.flags):
             return level
     raise Unavailable("the processor has no AVX2")

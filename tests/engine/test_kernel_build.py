@@ -23,6 +23,7 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
 @pytest.fixture(autouse=True)
 def _in_its_own_cache(monkeypatch):
     monkeypatch.delenv("QUAIL_KERNELS_DIR", raising=False)
+    monkeypatch.delenv("QUAIL_KERNELS_LEVEL", raising=False)
 
 
 def test_another_folder_may_keep_the_libraries(tmp_path, monkeypatch):
@@ -63,6 +64,28 @@ def test_an_unknown_processor_is_told(tmp_path, monkeypatch, machine, flags, rea
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(flags)
     with pytest.raises(Unavailable, match=reason):
+        level_of(tmp_path / "cpuinfo")
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"), [("avx2", "AVX2"), ("AVX-512", "AVX-512"), ("", "AVX-512 VNNI")]
+)
+def test_a_lesser_level_can_be_asked_for(tmp_path, monkeypatch, best, expected):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("QUAIL_KERNELS_LEVEL", best)
+    (tmp_path / "cpuinfo").write_text(f"flags : {AVX512} avx512_vnni\n")
+    assert level_of(tmp_path / "cpuinfo").name == expected
+    (tmp_path / "cpuinfo").write_text(f"{AVX2}\n".replace("flags", "flags\t\t"))
+    assert level_of(tmp_path / "cpuinfo").name == "AVX2", "not more than there is"
+
+
+def test_an_unknown_level_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("QUAIL_KERNELS_LEVEL", "sse9")
+    (tmp_path / "cpuinfo").write_text(AVX2)
+    with pytest.raises(
+        Unavailable, match="QUAIL_KERNELS_LEVEL is 'sse9'; there are AVX-512 VNNI, AVX-512, AVX2"
+    ):
         level_of(tmp_path / "cpuinfo")
 
 

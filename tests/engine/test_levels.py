@@ -1,0 +1,41 @@
+"""The native kernels as processors with fewer instructions run them: the same tests, another build."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quail.kernels.build import LEVELS, Unavailable, level_of
+
+ROOT = Path(__file__).parents[2]
+TESTS = (
+    "tests/engine/test_kernels.py",
+    "tests/engine/test_default_model.py::test_float32_answers_equal_transformers",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("level", [level.name for level in LEVELS[1:]])
+def test_kernels_of_lesser_processors(level: str) -> None:
+    try:
+        here = level_of()
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    if LEVELS.index(here) >= [each.name for each in LEVELS].index(level):
+        pytest.skip(f"the tests run with {here.name} here")
+    environment = os.environ | {"QUAIL_KERNELS": "native", "QUAIL_KERNELS_LEVEL": level}
+    told = subprocess.run(
+        [sys.executable, "-m", "quail", "doctor", "--no-rates"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert f"native {level} (products by torch" in re.sub(r"\s+", " ", told.stdout)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"\d\d passed", done.stdout)
