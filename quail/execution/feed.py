@@ -162,7 +162,7 @@ class RunFeed:
         assert self._active or not self._pending, "calls of the statement depend on each other in a circle"
 
     def _start(self, planned: AskGroup) -> tuple[AskGroup, Group]:
-        if planned.query.group is not None:
+        if planned.query.group:
             return self._start_waves(planned)
         if planned.is_paired:
             return self._start_pairs(planned)

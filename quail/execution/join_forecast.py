@@ -165,7 +165,7 @@ class _Planned:
     def sums(self, pairs: PairPlanner) -> tuple[PairSums, PairSums] | None:
         """What a join that stands alone takes with either anchor, if all its pairs are asked."""
         is_known = self.candidates is not None and self.group.row_limit is None
-        if len(self.group.sites) > 1 or self.group.query.group is not None or not is_known:
+        if len(self.group.sites) > 1 or self.group.query.group or not is_known:
             return None
         assert self.candidates is not None
         return pairs.sums(pairs.calls[self.group.sites[0].call], self.group.columns[0], self.candidates)
@@ -199,7 +199,7 @@ def _candidates(
     ((count,),) = cursor.sql(f"SELECT count(*) FROM ({syntax.to_sql(group.query.node)})").fetchall()
     if count > MOST_PAIRS:
         return None
-    if group.query.group is None:
+    if not group.query.group:
         return reader.read_pairs(group.query)
     candidates = reader.read(group.query)
     assert candidates.groups is not None

@@ -103,19 +103,19 @@ class CandidateReader:
     def read(self, query: CandidateQuery) -> Candidates:
         """All rows of a query."""
         names = list(dict.fromkeys(query.arguments))
-        extra = [column for column in (query.row, query.group) if column is not None]
+        extra = [*([query.row] if query.row is not None else []), *query.group]
         inner = self._in_run(syntax.to_sql(query.node))
         columns = [*map(_hashed, names), *(f'"{column}"' for column in extra)]
         table = self._cursor.sql(f"SELECT {', '.join(columns)} FROM ({inner})").to_arrow_table()
         documents = {
             name: self._handles(inner, name, table.column(position)) for position, name in enumerate(names)
         }
-        found = {column: to_numbers(table.column(len(names) + place)) for place, column in enumerate(extra)}
+        found = {column: table.column(len(names) + place) for place, column in enumerate(extra)}
         rows = np.arange(table.num_rows, dtype=np.int64)
         if query.row is not None:
-            rows = found[query.row]
+            rows = to_numbers(found[query.row])
             rows = np.where(rows >= _LOCAL_ROWS_START, rows - _LOCAL_ROWS_START, rows)
-        groups = None if query.group is None else found[query.group].astype(np.int64)
+        groups = _groups([found[column] for column in query.group]) if query.group else None
         return Candidates(documents, rows, groups)
 
     def read_pairs(self, query: CandidateQuery) -> Candidates:
@@ -202,6 +202,18 @@ class CandidateReader:
             table = pa.Table.from_batches(several)
             hashes, checks = (to_numbers(table.column(i)) for i in (0, 1))
             self._texts.add(hashes, checks, table.column(2))
+
+
+def _groups(columns: Sequence[pa.ChunkedArray]) -> Int64s:
+    """A number for each row, equal where all of some columns of numbers are; NULL is a number too."""
+    numbers: Int64s = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        these = to_numbers(filled(column.cast(pa.int64()), -1))
+        if len(columns) == 1:
+            return these
+        ranks = ranks_in_order(these)
+        numbers = ranks_in_order(numbers * (int(ranks.max(initial=0)) + 1) + ranks)
+    return numbers
 
 
 def changed_documents() -> QuailError:

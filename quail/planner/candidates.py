@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quail.plan import syntax
 from quail.plan.scope import tables_of_place, with_visible_tables
@@ -28,8 +27,9 @@ from quail.plan.statement import (
     holds_call,
 )
 from quail.plan.syntax import Node
-from quail.planner.existence import decides_existence
+from quail.planner.existence import may_end_early
 from quail.planner.filter_order import operand_order
+from quail.planner.from_tables import replaced, table_at, up_to, with_row_numbers
 from quail.planner.pushdown import kept_side
 
 
@@ -54,14 +54,14 @@ class CandidateQuery:
         node: the query; columns `arguments` are the SQL texts, `row` the row number.
         arguments: name of the column of each argument, those of each site in turn; equal arguments share one.
         row: name of the row number column, None where rows have no numbers of their own.
-        group: name of a column that numbers the rows of another relation, for each of which one TRUE answer
-            is all that is wanted; None without such.
+        group: names of columns that together tell the rows of another relation apart, for each of which one
+            TRUE answer is all that is wanted; none without such.
     """
 
     node: Node
     arguments: tuple[str, ...]
     row: str | None
-    group: str | None = None
+    group: tuple[str, ...] = ()
 
     @property
     def sites_read(self) -> frozenset[int]:
@@ -119,27 +119,42 @@ class CandidatePlanner:
         That is the condition of a SEMI or ANTI join, or of an EXISTS; None where a site is neither, or where
         the rows of the other relation cannot be told apart.
         """
-        if not decides_existence(site, self.blocks):
+        if not may_end_early(site, self.blocks):
             return None
         group = f"quail_{self.bound.nonce}_group"
         names = self._names(len(site.arguments))
         columns = self._columns(names, site.arguments)
-        outer = site.places[:-1]
         if site.place.clause is Clause.ON:
-            left = _at(self.blocks[site.place.block].from_table, site.place.join or ())["left"]
-            if left["type"] != "BASE_TABLE":
-                return None
-            rowid = syntax.column(left["alias"] or left["table_name"], "rowid")
-            node, _ = self._block_query(
-                site.place, [*columns, syntax.aliased(rowid, group)], is_numbered=False
-            )
-        else:
-            node, _ = self._block_query(site.place, columns, is_numbered=False)
-            enclosing, outer = outer[-1], outer[:-1]
-            assert isinstance(enclosing, ExpressionPlace)
-            node = self._correlated(node, enclosing, names, group)
-        closed = with_visible_tables(node, outer, self.blocks)
-        return CandidateQuery(closed, names, None, group) if self.binds(closed) else None
+            return self._first_match_of_join(site, names, columns, group)
+        node, _ = self._block_query(site.place, columns, is_numbered=False)
+        enclosing = site.places[-2]
+        assert isinstance(enclosing, ExpressionPlace)
+        node = self._correlated(node, enclosing, names, group)
+        closed = with_visible_tables(node, site.places[:-2], self.blocks)
+        return CandidateQuery(closed, names, None, (group,)) if self.binds(closed) else None
+
+    def _first_match_of_join(
+        self, site: Site, names: tuple[str, ...], columns: list[Node], group: str
+    ) -> CandidateQuery | None:
+        """The same of a join: by the numbers that rows have of their own, else by numbers given to them."""
+        block, path = self.blocks[site.place.block], site.place.join or ()
+        left = table_at(block.from_table, path)["left"]
+        ways: list[tuple[Node, tuple[Node, ...]]] = []
+        if left["type"] == "BASE_TABLE" and self.has_row_numbers:
+            ways.append((left, (syntax.column(left["alias"] or left["table_name"], "rowid"),)))
+        ways.append(with_row_numbers(left, f"{group}_number"))
+        for table, numbers in ways:
+            blocks = list(self.blocks)
+            from_table = replaced(block.from_table, (*path, "left"), table)
+            blocks[block.index] = replace(block, from_table=from_table)
+            groups = tuple(f"{group}_{place}" for place in range(len(numbers)))
+            numbered = [syntax.aliased(*each) for each in zip(numbers, groups, strict=True)]
+            planner = replace(self, blocks=tuple(blocks))
+            node, _ = planner._block_query(site.place, [*columns, *numbered], is_numbered=False)
+            closed = with_visible_tables(node, site.places[:-1], self.blocks)
+            if self.binds(closed):
+                return CandidateQuery(closed, names, None, groups)
+        return None
 
     def chain(self, block: Block, sites: Sequence[Site]) -> CandidateQuery | None:
         """One query for sites that are conjuncts of one WHERE: the rows that their calls have to decide.
@@ -243,7 +258,7 @@ class CandidatePlanner:
             conjuncts = conjuncts[:position]
         elif place.clause is Clause.ON:
             assert place.join is not None
-            join = _at(block.from_table, place.join)
+            join = table_at(block.from_table, place.join)
             conjuncts = self._pushed_down(place, block, kept_side(block.from_table, place.join))
             from_table = {**join, "join_type": "INNER", "ref_type": "CROSS", "condition": None}
         row = None
@@ -378,27 +393,10 @@ class CandidatePlanner:
         """The values of a subquery of FROM that reads the tables to its left."""
         block = self.blocks[place.block]
         alias = f"quail_{self.bound.nonce}_lateral"
-        from_table = _up_to(block.from_table, place.path, syntax.subquery_table(node, alias))
+        from_table = up_to(block.from_table, place.path, syntax.subquery_table(node, alias))
         columns = [syntax.aliased(syntax.column(alias, name), name) for name in names]
         return {**syntax.select(columns, from_table), "cte_map": block.node["cte_map"]}
 
 
 def _may_correlate(places: Sequence[Place]) -> bool:
     return any(isinstance(place, (ExpressionPlace, FromPlace)) for place in places)
-
-
-def _at(table: Node, path: Sequence[str]) -> Node:
-    for side in path:
-        table = table[side]
-    return table
-
-
-def _up_to(table: Node, path: Sequence[str], last: Node) -> Node:
-    """The part of FROM to the left of a table, joined with `last` in that table's place."""
-    if not path:
-        return last
-    if path[0] == "left":
-        return _up_to(table["left"], path[1:], last)
-    right = _up_to(table["right"], path[1:], last)
-    cross: dict[str, Any] = syntax.parse_query("SELECT 1 FROM a CROSS JOIN b")["from_table"]
-    return {**cross, "left": table["left"], "right": right}

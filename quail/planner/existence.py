@@ -9,6 +9,7 @@ from quail.plan import syntax
 from quail.plan.functions import aggregate_names
 from quail.plan.statement import Block, Clause, ExpressionPlace, Site, calls_in
 from quail.plan.syntax import Node
+from quail.planner.from_tables import can_be_numbered
 
 _MATCHING_JOINS = ("SEMI", "ANTI")
 
@@ -34,7 +35,7 @@ def may_end_early(site: Site, blocks: Sequence[Block]) -> bool:
     join: Any = blocks[site.place.block].from_table
     for side in site.place.join or ():
         join = join[side]
-    return site.place.clause is not Clause.ON or join["left"]["type"] == "BASE_TABLE"
+    return site.place.clause is not Clause.ON or can_be_numbered(join["left"])
 
 
 def is_existence(block: Block) -> bool:

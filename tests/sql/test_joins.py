@@ -157,18 +157,65 @@ def test_two_joins_on_the_same_anchors_keep_them() -> None:
         ("SELECT id FROM l WHERE NOT EXISTS (SELECT 1 FROM r WHERE {})", 0),
         ("SELECT l.id FROM l SEMI JOIN r ON {}", 1),
         ("SELECT l.id FROM l ANTI JOIN r ON r.id >= 0 AND {}", 0),
+        ("SELECT l.id FROM (SELECT * FROM l) AS l SEMI JOIN r ON {}", 1),
+        ("SELECT l.id FROM (SELECT * FROM l) AS l ANTI JOIN r ON {}", 0),
+        ("SELECT id FROM (SELECT id, body FROM l) SEMI JOIN r ON {bare}", 1),
+        ("WITH l AS MATERIALIZED (FROM l) SELECT l.id FROM l SEMI JOIN r ON {}", 1),
+        ("SELECT l.q FROM l AS l(q, k, body) SEMI JOIN r ON {}", 1),
+        ("SELECT l.id FROM l JOIN l AS o USING (id) SEMI JOIN r ON {}", 1),
+        ("SELECT l.id FROM l LEFT JOIN l AS o ON l.id + 1 = o.id SEMI JOIN r ON {}", 1),
+        ("SELECT l.id FROM l SEMI JOIN l AS o ON l.id = o.id ANTI JOIN r ON {}", 0),
+        ("SELECT l.id FROM l CROSS JOIN range(1) SEMI JOIN r ON {}", 1),
     ],
 )
 def test_the_first_match_ends_the_search(sql: str, expected: int) -> None:
-    condition = "AI.IF(PROMPT('{0} and {1}', l.body, r.word))"
+    pair = "AI.IF(PROMPT('{0} and {1}', l.body, r.word))"
+    sql = sql.format(pair, bare=pair.replace("l.body", "body"))
     for batch, num_asked in ((5, 5), (100, 16)):
         stub = Watch(lambda call, key: key[1].startswith("right 2 "), batch=batch)
-        assert len(rows(run(sql.format(condition), tables(left=1, right=1000), stub))) == expected
+        assert len(rows(run(sql, tables(left=1, right=1000), stub))) == expected
         assert len(stub.asked) == num_asked
     late = Watch(lambda call, key: key[1].startswith("right 100 "), batch=16)
-    run(sql.format(condition), tables(left=3, right=1000), late)
+    run(sql, tables(left=3, right=1000), late)
     assert len(late.asked) == 3 * 112
     assert len(set(late.released)) == len(late.released) == 3
+
+
+LEFT_SIDES = {
+    "table": "l",
+    "subquery": "(SELECT * FROM l WHERE id <> 3) AS l",
+    "with columns named": "(SELECT id, k, body FROM l) AS l(id, k, body)",
+    "outer join": "l LEFT JOIN (SELECT * FROM l WHERE id < 5) AS o ON l.k = o.id",
+    "full join": "l FULL JOIN range(5, 12) AS o(n) ON l.id = o.n",
+    "natural join": "l NATURAL JOIN (SELECT id, k FROM l WHERE id < 6)",
+    "nested": "(l SEMI JOIN range(6) AS o(n) ON l.id = o.n) CROSS JOIN (VALUES (1), (2)) AS v(n)",
+    "lateral": "l CROSS JOIN LATERAL (SELECT unnest([l.id, l.k]) AS n) AS o",
+    "union": "(SELECT * FROM l UNION ALL SELECT * FROM l WHERE id < 2) AS l",
+    "numbered itself": "(SELECT *, row_number() OVER (ORDER BY id DESC) AS n FROM l) AS l",
+}
+
+
+@pytest.mark.parametrize("kind", ["SEMI", "ANTI"])
+@pytest.mark.parametrize("side", LEFT_SIDES)
+def test_whatever_stands_on_the_left_stops_at_its_first_match(side: str, kind: str) -> None:
+    """The rows are those of plain DuckDB; fewer pairs are asked than there are."""
+    some = tables(left=8, right=40, groups=3)
+    some.connection.execute("INSERT INTO l SELECT id + 100, (k + 1) % 3, body FROM l WHERE id < 3")
+    some.connection.execute("INSERT INTO l VALUES (200, 1, NULL); INSERT INTO r VALUES (200, 1, NULL)")
+    sql = f"SELECT * FROM {LEFT_SIDES[side]} {kind} JOIN r ON l.k = r.k AND "
+    number = "CAST(split_part({}, ' ', 2) AS INTEGER)"
+    plain = f"({number.format('l.body')} + {number.format('r.word')}) % 5 = 0"
+    stub = Stub(lambda call, key: sum(int(text.split()[1]) for text in key) % 5 == 0, batch=9)
+    running = start(sql + "AI.IF(PROMPT('{0} and {1}', l.body, r.word))", some, exists_wave=2)
+    stub.run(running.calls, running.feed, RunControl())
+    found = rows(running.result())
+    running.close()
+    expected = some.connection.sql(sql + plain).fetchall()
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    pairs = f"FROM {LEFT_SIDES[side]} JOIN r ON l.k = r.k"
+    query = f"SELECT count(DISTINCT (l.body, r.word)) {pairs} WHERE l.body IS NOT NULL AND word IS NOT NULL"
+    ((num_pairs,),) = some.connection.sql(query).fetchall()
+    assert 0 < len(stub.asked) < num_pairs * 0.8
 
 
 @pytest.mark.parametrize("wave", [1, 3, 16, 100])
