@@ -44,6 +44,8 @@ class Asks:
         rows: (n,) a row number of the source in which the question first stood, for messages.
         table: name of the source, for messages.
         partners: (n,) handle of the text that is not the anchor's; None for questions about one document.
+        operator: number of the operator that asks; those that go on at the same time count as one. None where
+            it is not known.
     """
 
     call: int
@@ -54,6 +56,7 @@ class Asks:
     rows: Int64s
     table: str = ""
     partners: Int64s | None = None
+    operator: int | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

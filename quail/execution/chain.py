@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from quail.execution.anchor_gate import AnchorGate
 from quail.execution.answers import CallAnswers, distinct, first_places
 from quail.execution.ask_order import AskOrder
 from quail.execution.asks import Bools, Int64s
@@ -20,7 +21,8 @@ class Chain(Group):
     """Filters over the rows of one WHERE: a row that passes one asks the next, a row that fails is done.
 
     Which filter is next is decided row by row, when the row gets there: the first in the order of that moment
-    that it has not passed.
+    that it has not passed. The pairs of an anchor are asked together, once none of them waits for an earlier
+    question; not under a row limit, where the first answers may suffice.
 
     Args:
         answers: the answers by call.
@@ -58,6 +60,11 @@ class Chain(Group):
         self._documents = tuple(documents)
         self._uses = np.bincount(self._handles(np.arange(num_rows)))
         self._keeps_passed = keeps_passed
+        self._gates = {
+            place: AnchorGate(f.keys, answers[f.call].handles[:, f.anchor])
+            for place, f in enumerate(filters)
+            if f.is_paired and row_limit is None and len(filters) > 1
+        }
         self._line_up(self._advance(np.arange(num_rows, dtype=np.int64)))
         self._released(np.flatnonzero(self._decided))
         self._extend_prefix()
@@ -90,7 +97,26 @@ class Chain(Group):
             decided.append(rows[self._decided[rows]])
         self._extend_prefix()
         released = self._released(np.concatenate(decided))
-        return ([] if self._is_over() else self._dues(stops)), released
+        return ([] if self._is_over() else self._dues(self._let_through(stops))), released
+
+    def _let_through(self, stops: Sequence[Stop]) -> list[Stop]:
+        """Those of some rows, and of rows held so far, whose questions may be asked now."""
+        if not self._gates:
+            return list(stops)
+        by_place: dict[int, list[Int64s]] = {}
+        for place, rows in self._sifted(stops):
+            by_place.setdefault(place, []).append(rows)
+        for place, gate in self._gates.items():
+            for _, rows in self._stops_of(gate.opened()):
+                by_place.setdefault(place, []).append(rows)
+        return [(place, np.sort(np.concatenate(rows))) for place, rows in by_place.items()]
+
+    def _sifted(self, stops: Sequence[Stop]) -> list[Stop]:
+        """Those of some rows whose questions may be asked now; the gates hold the others."""
+        found = [
+            (place, self._gates[place].sift(rows) if place in self._gates else rows) for place, rows in stops
+        ]
+        return [(place, rows) for place, rows in found if len(rows)]
 
     def _observe(self, place: int, keys: Int64s) -> None:
         if self._order.is_observed:
@@ -113,6 +139,9 @@ class Chain(Group):
         waiting = [rows for _, rows in self._stops_of(np.flatnonzero(~self._decided))]
         rows = np.sort(np.concatenate([_NOTHING, *waiting]))
         self._line_up(self._advance(rows))
+        for place, gate in self._gates.items():
+            is_there = (self._at == place) | self._has_passed[place]
+            gate.start_over(~self._decided & ~is_there, is_there)
         decided: Int64s = rows[self._decided[rows]]
         return decided
 
@@ -136,7 +165,7 @@ class Chain(Group):
         while limit > 0 and self._next_fresh < len(self._fresh):
             rows = self._fresh[self._next_fresh : self._next_fresh + limit]
             self._next_fresh += len(rows)
-            unasked = [here for _, here in self._stops_of(rows)]
+            unasked = [here for _, here in self._sifted(self._stops_of(rows))]
             limit -= sum(map(len, unasked))
             taken += unasked
         return np.sort(np.concatenate(taken))
@@ -223,6 +252,8 @@ class Chain(Group):
             here = rows[is_here]
             keys = filter_.keys[here]
             self._at[here] = place
+            if place in self._gates:
+                self._gates[place].arrived(here)
             is_null = keys < 0
             is_known = ~is_null
             is_known[is_known] = answers.is_answered(keys[is_known])
@@ -248,6 +279,8 @@ class Chain(Group):
         self._decided[rows] = True
         self._passed[rows] = passed
         self._num_open -= len(rows)
+        for gate in self._gates.values() if not passed else ():
+            gate.decided(rows)
 
     def _extend_prefix(self) -> None:
         """Counts passing rows in front of the first row that is undecided."""

@@ -29,7 +29,7 @@ from quail.plan.lookups import lookup_name
 from quail.plan.statement import BoundStatement, Site
 from quail.plan.syntax import Node
 from quail.planner.anchors import TokenCounter
-from quail.planner.ask_groups import AskGroup, plan_groups
+from quail.planner.ask_groups import AskGroup, operators_of, plan_groups
 from quail.planner.candidates import CandidatePlanner
 from quail.planner.filter_order import call_cost, selectivity
 from quail.planner.observed_order import FilterWork, OrderWork
@@ -79,6 +79,7 @@ class RunFeed:
         blocks = optimize(bound, control.order)
         self._planner = CandidatePlanner(bound, blocks, control.order, self._binds)
         self._pending = plan_groups(bound, self._planner)
+        self._operators = operators_of(self._pending)
         self._active: list[tuple[AskGroup, Group]] = []
         self._settled: set[int] = set()
         self._evaluations = np.zeros((len(answers), 2), dtype=np.int64)
@@ -230,7 +231,8 @@ class RunFeed:
             keys = self._register(site, candidates, names)
             passing = 0 if planned.is_negated(site) else 1
             others = tuple(o for o in stages if o != stage and columns[o] == columns[stage])
-            filters.append(Filter(site.call, keys, passing, others, is_paired=len(names) == 2))
+            anchor = self._pairs.calls[site.call].anchor
+            filters.append(Filter(site.call, keys, passing, others, is_paired=len(names) == 2, anchor=anchor))
         if not planned.is_chain:
             call = filters[0].call
             releases = not self._is_read_later(planned, 0)
@@ -366,6 +368,7 @@ class RunFeed:
             answers.rows[keys],
             self._planner.blocks[planned.sites[due.place].place.block].table,
             handles[:, 1 - anchor] if is_paired else None,
+            self._operators[planned.sites[0].index],
         )
 
     def _binds(self, node: Node) -> bool:

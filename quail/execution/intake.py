@@ -102,6 +102,7 @@ class Intake:
                 prefix_tokens,
                 stage.frame,
                 branches,
+                operator=asks.operator,
             )
             partner = partners[place] if partners else None
             fault = self._faults.get(handle) or _fault_of(partner)

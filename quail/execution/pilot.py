@@ -20,6 +20,7 @@ class Filter:
         passing: the truth that lets a row pass: 1, or 0 under NOT.
         same_document: places of the chain's other filters that read the same document.
         is_paired: whether it is about pairs of documents.
+        anchor: argument whose document's KV is kept.
     """
 
     call: int
@@ -27,6 +28,7 @@ class Filter:
     passing: int
     same_document: tuple[int, ...] = ()
     is_paired: bool = False
+    anchor: int = 0
 
 
 Stop = tuple[int, Int64s]

@@ -8,7 +8,7 @@ what is asked the ledger is that of the run, and where the answers are those of 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,17 +55,33 @@ class AnswerSource(Protocol):
 
 
 class DrawnAnswers:
-    """Answers drawn by lot: as many TRUE ones as the selectivity says, to a rounding; labels evenly."""
+    """Answers drawn by lot: as many TRUE ones as the selectivity says, to a rounding; labels evenly.
 
-    def __init__(self) -> None:
+    Matches of pairs are spread over both sides: each anchor has its share of them, each partner as many as
+    any other. So no document is without a match unless there are too few.
+
+    Args:
+        calls: of the statement.
+    """
+
+    def __init__(self, calls: Sequence[AICall]) -> None:
+        self._calls = calls
         self._random = np.random.default_rng(0)
         self._num_drawn: Counter[int] = Counter()
+        self._num_matches: dict[int, Counter[int]] = defaultdict(Counter)
+        self._matches: dict[tuple[int, int], bool] = {}
 
     def asked(self, asks: Asks) -> None:
-        """Nothing is drawn before it is wanted."""
+        """Draws the matches of pairs, as all pairs of an anchor are known when they are asked."""
+        call = self._calls[asks.call]
+        if asks.partners is not None and call.operator is Operator.IF:
+            self._match(call, asks.keys.tolist(), asks.documents.tolist(), asks.partners.tolist())
 
     def values(self, call: AICall, keys: Int64s) -> pa.Array:
         """Drawn answers."""
+        if call.operator is Operator.IF and call.prompt.num_arguments == 2:
+            found = [self._matches.pop((call.index, key)) for key in keys.tolist()]
+            return of_numbers(np.array(found, dtype=np.bool_))
         if call.operator is Operator.IF:
             return of_numbers(self._truths(call, len(keys)))
         if call.operator is Operator.SCORE:
@@ -77,14 +93,29 @@ class DrawnAnswers:
 
     def _truths(self, call: AICall, count: int) -> npt.NDArray[np.bool_]:
         """So many TRUE ones that all drawn so far hold the call's share of them, at random places."""
+        truths = np.zeros(count, dtype=np.bool_)
+        truths[self._random.permutation(count)[: self._num_true(call, count)]] = True
+        return truths
+
+    def _num_true(self, call: AICall, count: int) -> int:
+        """How many of the next answers are TRUE."""
         hint = call.options.selectivity
         share = DEFAULT_SELECTIVITY if hint is None else hint
         before = self._num_drawn[call.index]
         self._num_drawn[call.index] = before + count
-        num_true = math.floor((before + count) * share + 0.5) - math.floor(before * share + 0.5)
-        truths = np.zeros(count, dtype=np.bool_)
-        truths[self._random.permutation(count)[:num_true]] = True
-        return truths
+        return math.floor((before + count) * share + 0.5) - math.floor(before * share + 0.5)
+
+    def _match(self, call: AICall, keys: list[int], anchors: list[int], partners: list[int]) -> None:
+        """Anchor by anchor, those partners match that have the fewest matches so far."""
+        of_anchor: dict[int, list[int]] = {}
+        for place, anchor in enumerate(anchors):
+            of_anchor.setdefault(anchor, []).append(place)
+        num_matches = self._num_matches[call.index]
+        for places in of_anchor.values():
+            places.sort(key=lambda place: num_matches[partners[place]])
+            num_true = self._num_true(call, len(places))
+            num_matches.update(partners[place] for place in places[:num_true])
+            self._matches |= {(call.index, keys[p]): rank < num_true for rank, p in enumerate(places)}
 
 
 @dataclass(frozen=True)
@@ -159,7 +190,7 @@ def rehearse(
         return None
     relational = RelationalRun(bound, catalog, control, forecaster)
     try:
-        feed = _RehearsedFeed(relational.feed, relational.calls, answers or DrawnAnswers())
+        feed = _RehearsedFeed(relational.feed, relational.calls, answers or DrawnAnswers(relational.calls))
         run = forecaster.dry_run(DryModel(forecaster.num_pages), relational.calls, feed, control)
         run.run()
         return _found(run, relational, forecaster)

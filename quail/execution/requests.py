@@ -37,6 +37,7 @@ class Request:
         prefix_computed: prefix rows that were run on its behalf.
         recomputed: those of them that had been run before and were lost.
         num_own_tokens: rows beside the prefix: suffix and branches.
+        operator: that asks, None where it is not known.
     """
 
     document: Document
@@ -49,6 +50,7 @@ class Request:
     suffix_done: int = 0
     prefix_computed: int = 0
     recomputed: int = 0
+    operator: int | None = None
     num_own_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class Document:
         frame: the frame whose KV stands, or will stand, behind the document's own in the table.
         borrowed_tokens: borrowed tokens that no answered request has used yet.
         retained_tokens: tokens taken from the retention pool that no answered request has used yet.
+        operator: that asked the last answered request of the run, None before the first.
         requests: waiting requests, in order.
     """
 
@@ -96,6 +99,7 @@ class Document:
     frame: Int32s = field(default_factory=lambda: NO_FRAME)
     borrowed_tokens: int = 0
     retained_tokens: int = 0
+    operator: int | None = None
     requests: deque[Request] = field(default_factory=deque)
 
     def prefix(self, start: int, stop: int) -> Int32s:

@@ -169,9 +169,10 @@ class Scheduler:
             ledger.naive += prefix + suffix
             ledger.computed += request.prefix_computed + suffix
             reused = prefix - request.prefix_computed
-            retained = min(document.retained_tokens, reused)
             borrowed = min(document.borrowed_tokens, reused)
+            retained = min(self._held_tokens(document, request), reused - borrowed)
             document.retained_tokens = document.borrowed_tokens = 0
+            document.operator = request.operator
             ledger.reused_retained += retained
             ledger.reused_prefix += borrowed
             ledger.reused_rewind += reused - borrowed - retained
@@ -183,6 +184,16 @@ class Scheduler:
                 self._retire(document)
             elif not document.requests:
                 self._idle.append(document)
+
+    def _held_tokens(self, document: Document, request: Request) -> int:
+        """Tokens of a document that another operator or query left to a request.
+
+        What an operator kept while it waited for answers is its own, in the pool or not: which documents
+        wait, and how long, depends on the passes.
+        """
+        if document.operator is None or request.operator is None or not self.keeps_after_release:
+            return document.retained_tokens
+        return 0 if document.operator == request.operator else len(document.ids)
 
     def finish(self) -> None:
         """The run ended well: what it still held is retained or let go."""

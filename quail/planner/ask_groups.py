@@ -99,6 +99,23 @@ def plan_groups(bound: BoundStatement, planner: CandidatePlanner) -> list[AskGro
     return groups
 
 
+def operators_of(groups: Sequence[AskGroup]) -> dict[int, int]:
+    """For each site how many groups must be settled one after another before it is asked.
+
+    Groups of the same number go on at the same time, over the same KV.
+    """
+    found: dict[int, int] = {}
+    left = list(groups)
+    while left:
+        ready = [group for group in left if group.sites_read <= found.keys()]
+        assert ready, "calls of the statement depend on each other in a circle"
+        numbers = [max((found[site] + 1 for site in group.sites_read), default=0) for group in ready]
+        for group, number in zip(ready, numbers, strict=True):
+            found.update((site.index, number) for site in group.sites)
+        left = [group for group in left if group not in ready]
+    return found
+
+
 def _deciding_sites(bound: BoundStatement, order: str) -> dict[int, int]:
     """Sites whose question an operand in front of them, in the same AND or OR, asks; and the site of that.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from quail.execution import reading
-from quail.execution.asks import Asks, RunControl
+from quail.execution.asks import Asks, FollowUp, RunControl
 from quail.execution.relational import RelationalRun
 from quail.frontend.sql import bind_sql
 from quail.plan.logical import AICall
@@ -179,6 +180,75 @@ def test_the_first_match_ends_the_search(sql: str, expected: int) -> None:
     run(sql, tables(left=3, right=1000), late)
     assert len(late.asked) == 3 * 112
     assert len(set(late.released)) == len(late.released) == 3
+
+
+@pytest.mark.parametrize("batch", [1, 5, 64])
+@pytest.mark.parametrize("seed", range(8))
+def test_an_anchor_asks_all_its_pairs_of_a_join_together(seed: int, batch: int) -> None:
+    """Whichever answers come first, and whether the order of questions is revised on the way."""
+    rng = np.random.default_rng(seed)
+    truths: dict[tuple[int, Key], bool | None] = {}
+
+    def answer(call: AICall, key: Key) -> bool | None:
+        value = rng.random()
+        return truths.setdefault((call.index, key), None if value < 0.05 else bool(value < 0.6))
+
+    some = tables(left=9, right=7, groups=3, long=str(rng.choice(["left", "right"])))
+    some.connection.execute("INSERT INTO l VALUES (99, 1, NULL); CREATE TABLE s AS FROM r WHERE id <> 2")
+    some.connection.execute("INSERT INTO s SELECT id + 50, k, word FROM s WHERE id < 2")
+    hints = rng.choice(["", ", selectivity := 0.3", ", selectivity := 0.9"], 5)
+    sql = (
+        f"SELECT l.id, r.id AS i, s.id AS j FROM l, r, s WHERE AI.IF('new? ' || l.body{hints[0]})"
+        f" AND AI.IF('ok? ' || r.word{hints[1]}) AND AI.IF(PROMPT('{{0}} and {{1}}', l.body, r.word){hints[2]})"
+        f" AND NOT AI.IF('fit? ' || s.word{hints[3]})"
+        f" AND AI.IF(PROMPT('{{0}} or {{1}}', {rng.choice(['l.body', 'r.word'])}, s.word){hints[4]})"
+    )
+    running = start(sql, some, order=str(rng.choice(["auto", "as_written"])))
+    asked: list[tuple[int, int]] = []
+    take, answered = running.feed.take, running.feed.answered
+
+    def noted(batches: tuple[Asks, ...]) -> None:
+        for asks in batches:
+            if asks.partners is not None:
+                asked.extend((asks.call, anchor) for anchor in set(asks.documents.tolist()))
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(running.feed, name)
+
+        def take(self, limit: int) -> tuple[Asks, ...]:
+            found = take(limit)
+            noted(found)
+            return found
+
+        def answered(self, call: int, keys: Any, values: Any) -> FollowUp:
+            found = answered(call, keys, values)
+            noted(found.asks)
+            return found
+
+    stub = Stub(answer, batch)
+    stub.run(running.calls, Noting(), RunControl())
+    assert len(set(stub.asked)) == len(stub.asked)
+    assert len(asked) == len(set(asked)), asked
+    found = rows(running.result())
+    running.close()
+    columns = [some.connection.sql(f"FROM {name}").fetchall() for name in ("l", "r", "s")]
+    calls = running.calls
+
+    def holds(*texts: str | None) -> bool:
+        body, word, last = texts
+        keys = [
+            (body,),
+            (word,),
+            (body, word),
+            (last,),
+            (body if "l.body, s" in calls[4].text else word, last),
+        ]
+        values = [truths.get((index, key)) for index, key in enumerate(keys)]
+        return values[:3] + values[4:] == [True] * 4 and values[3] is False
+
+    expected = [(a[0], b[0], c[0]) for a, b, c in itertools.product(*columns) if holds(a[2], b[2], c[2])]
+    assert sorted(found) == sorted(expected)
 
 
 LEFT_SIDES = {
