@@ -109,6 +109,7 @@ void tile_of_integers(
               right_total[R] = (Ints)_mm512_dpwssd_epi32((__m512i)right_total[R], each, right)),
              ...);
         }
+        asm volatile("" ::: "memory");  // else compilers keep c, too, in registers across runs, and spill all of them
         const auto add = [](float* to, Ints total, float scale) {
             store(to, load(to) + __builtin_convertvector(total, Floats) * scale);
         };
@@ -263,7 +264,7 @@ void quail_product(const QuailProduct* job) {
         const long first = job->rows * block / cut.row_blocks, last = job->rows * (block + 1) / cut.row_blocks;
         static thread_local PackedRows packed;
         packed.pack(static_cast<const bf16*>(job->x) + first * job->x_stride, job->x_stride, last - first, job->inner);
-        float found[TILE_ROWS * PANEL];
+        alignas(64) float found[TILE_ROWS * PANEL];
         const long last_panel = panels * (part + 1) / cut.column_blocks;
         for (long panel = panels * part / cut.column_blocks; panel < last_panel; ++panel) {
             const uint32_t* weights = static_cast<const uint32_t*>(job->packed) + panel * steps * PANEL;
