@@ -30,11 +30,18 @@ _BYTES_PER_TOKEN = 4
 
 
 class NumberIndex:
-    """Numbers 0, 1, 2, … for distinct 64-bit values, in the order in which they were added."""
+    """Numbers 0, 1, 2, … for distinct 64-bit values, in the order in which they were added.
+
+    The values lie in their order, and their first bits say where to look: a million hashes are found in a few
+    steps each, where a binary search takes twenty, each a wait for memory.
+    """
 
     def __init__(self) -> None:
         self._sorted: UInt64s = np.zeros(0, dtype=np.uint64)
         self._numbers: Int64s = np.zeros(0, dtype=np.int64)
+        self._starts: Int64s | None = None
+        self._shift = np.uint64(0)
+        self._num_steps = 0
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -43,7 +50,15 @@ class NumberIndex:
         """The number of each value, -1 for those not added."""
         if not len(self._sorted):
             return np.full(len(values), -1, dtype=np.int64)
-        places = np.searchsorted(self._sorted, values)
+        starts = self._starts if self._starts is not None else self._made_starts()
+        buckets = np.minimum(values >> self._shift, np.uint64(len(starts) - 2)).astype(np.int64)
+        places, stops = starts[buckets], starts[buckets + 1]
+        for _ in range(self._num_steps):
+            middle = (places + stops) >> 1
+            is_behind = self._sorted[np.minimum(middle, len(self) - 1)] < values
+            is_behind &= middle < stops
+            places = np.where(is_behind, middle + 1, places)
+            stops = np.where(is_behind, stops, middle)
         places[places == len(self._sorted)] = 0
         found = self._sorted[places] == values
         numbers: Int64s = np.where(found, self._numbers[places], -1)
@@ -56,6 +71,18 @@ class NumberIndex:
         order = np.argsort(merged, kind="stable")
         self._sorted = merged[order]
         self._numbers = np.concatenate([self._numbers, numbers])[order]
+        self._starts = None
+
+    def _made_starts(self) -> Int64s:
+        """Where the values of each bucket start, about as many buckets as values."""
+        num_bits = len(self).bit_length()
+        self._shift = np.uint64(max(0, int(self._sorted[-1]).bit_length() - num_bits))
+        num_buckets = int(self._sorted[-1] >> self._shift) + 1
+        firsts = np.arange(num_buckets, dtype=np.uint64) << self._shift
+        starts = np.append(np.searchsorted(self._sorted, firsts), len(self))
+        self._num_steps = int(np.diff(starts).max()).bit_length()
+        self._starts = starts
+        return starts
 
 
 class Texts:
