@@ -23,8 +23,9 @@ from quail.execution.asks import Bools, Int64s
 UInt64s = npt.NDArray[np.uint64]
 _Number = TypeVar("_Number", bound=np.generic)
 
-_HALF = np.int64(32)
+_HALF = np.int64(31)
 _MAX_TEXTS = 2**31
+_TRUTH_BITS = np.uint64(2)
 _FEW = 64
 _BYTES_PER_TOKEN = 4
 
@@ -190,7 +191,7 @@ class CallAnswers:
         self._texts = texts
         self._forgotten = Tally()
         self._kept: list[UInt64s] = []
-        self._kept_truth = False
+        self._is_sorted = False
         self.num_unknown_lookups = 0
         self._clear()
 
@@ -243,16 +244,20 @@ class CallAnswers:
         self._batches.append(values)
         self._num_values += len(keys)
 
-    def forget(self, passing: int) -> None:
-        """Drops all questions about pairs but which of them got `passing`; keys start at 0 again.
+    def forget(self, passing: int | None = None) -> None:
+        """Drops all conditions on pairs but their truth, eight bytes each; keys start at 0 again.
 
-        Only the truth `passing` of a condition matters where nothing else reads it: any other answer then
-        counts as NULL does. None of the questions may come again, and none may be outstanding.
+        None of the questions may come again, and none may be outstanding.
+
+        Args:
+            passing: the only truth that matters, where nothing but a filter reads it: any other counts as
+                NULL does, and is dropped too. None keeps all.
         """
         assert self._num_arguments == 2, "only questions about pairs are forgotten"
+        assert pa.types.is_boolean(self.type)
         self._forgotten = self.tally()
-        self._kept_truth = passing == 1
-        self._kept.append(np.sort(_single(self.handles[self.truth == passing]).astype(np.uint64)))
+        matters = self._positions >= 0 if passing is None else self.truth == passing
+        self._kept.append(_with_truth(_single(self.handles[matters]), self.truth[matters]))
         self._clear()
 
     def tally(self) -> Tally:
@@ -284,13 +289,18 @@ class CallAnswers:
     def _lookup_kept(self, handles: Int64s, is_known: Bools) -> pa.Array:
         """What is left of answers that were forgotten; NULL where nothing is."""
         assert not len(self), "answers are looked up once all of them are forgotten, or none"
-        if len(self._kept) > 1:
-            self._kept = [np.sort(np.concatenate(self._kept))]
+        if len(self._kept) > 1 or not self._is_sorted:
+            self._kept = [np.concatenate(self._kept)]
+            self._kept[0].sort()
+            self._is_sorted = True
         (kept,) = self._kept
-        pairs = _single(handles).astype(np.uint64)
-        places = np.minimum(np.searchsorted(kept, pairs), max(0, len(kept) - 1))
-        is_kept = is_known & (kept[places] == pairs) if len(kept) else np.zeros(len(pairs), dtype=np.bool_)
-        return of_numbers(np.full(len(pairs), self._kept_truth), ~is_kept)
+        if not len(kept):
+            return pa.nulls(len(handles), self.type)
+        pairs = _with_truth(_single(handles), np.full(len(handles), -1, dtype=np.int8))
+        found = kept[np.minimum(np.searchsorted(kept, pairs), len(kept) - 1)]
+        is_kept = is_known & (found >> _TRUTH_BITS == pairs >> _TRUTH_BITS)
+        truth = (found & np.uint64(2**_TRUTH_BITS - 1)).astype(np.int8) - 1
+        return of_numbers(truth == 1, ~is_kept | (truth < 0))
 
     def all_values(self) -> pa.Array:
         """Every answer that was not forgotten."""
@@ -321,6 +331,12 @@ def _single(handles: Int64s) -> Int64s:
         return handles[:, 0]
     numbers: Int64s = (handles[:, 0] << _HALF) | handles[:, 1]
     return numbers
+
+
+def _with_truth(pairs: Int64s, truth: npt.NDArray[np.int8]) -> UInt64s:
+    """One number for each pair and its truth; in their order pairs come first."""
+    codes: UInt64s = pairs.astype(np.uint64) << _TRUTH_BITS | (truth + 1).astype(np.uint64)
+    return codes
 
 
 def _number_in_order(values: npt.NDArray[np.integer]) -> tuple[Int64s, Int64s]:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import duckdb
@@ -24,7 +24,7 @@ from quail.execution.pairs import FirstMatch, Stream, counts_of, last_of_anchor,
 from quail.execution.pilot import Filter
 from quail.execution.reading import CandidateReader, Candidates
 from quail.plan import syntax
-from quail.plan.logical import AICall
+from quail.plan.logical import AICall, Operator
 from quail.plan.lookups import lookup_name
 from quail.plan.statement import BoundStatement, Site
 from quail.plan.syntax import Node
@@ -189,31 +189,48 @@ class RunFeed:
         is_one_part = len(candidates) <= reading.BLOCK_ROWS
         order = self._order(planned, candidates)
         make = functools.partial(self._group, planned, order, is_one_part=is_one_part)
-        forgets = [] if is_one_part or not planned.is_chain else self._forgettable(planned, name)
-
-        def settled() -> None:
-            for call, passing in forgets:
-                self._answers[call].forget(passing)
-
-        return planned, Stream(blocks, make, None, settled)
+        forgets = [] if is_one_part else self._forgettable(planned, name)
+        return planned, Stream(blocks, make, None, self._forgetting(forgets))
 
     def _start_waves(self, planned: AskGroup) -> tuple[AskGroup, Group]:
         """A group about rows of which one TRUE answer each is wanted, a few of its candidates at a time."""
-        candidates = self._reader.read(planned.query)
+        if not planned.is_paired:
+            return planned, self._first_match(planned, self._reader.read(planned.query))
+        candidates = self._reader.read_pairs(planned.query)
         assert candidates.groups is not None
         first = candidates.taken(np.flatnonzero(places_in_group(candidates.groups) < self._exists_wave))
-        planned = self._pairs.plan(planned, first) if planned.is_paired else planned
+        planned = self._pairs.plan(planned, first)
+        name = self._anchor_column(planned)
+        if len(candidates) <= reading.BLOCK_ROWS or not candidates.has_one_in_group(name):
+            return planned, self._first_match(planned, candidates)
+        blocks = candidates.by_anchor(name).blocks(name)
+        make = functools.partial(self._first_match, planned)
+        forgets = [(call, 1) for call, _ in self._forgettable(planned, name)]
+        return planned, Stream(blocks, make, None, self._forgetting(forgets))
+
+    def _first_match(
+        self, planned: AskGroup, candidates: Candidates, row_limit: int | None = None
+    ) -> FirstMatch:
         (site,), (names,) = planned.sites, planned.columns
-        keys = self._register(site, candidates, names)
-        return planned, FirstMatch(
+        assert candidates.groups is not None
+        return FirstMatch(
             site.call,
             self._answers[site.call],
-            keys,
+            self._register(site, candidates, names),
             candidates.groups,
             wave=self._exists_wave,
             anchor=self._pairs.calls[site.call].anchor,
             releases=not self._is_read_later(planned, 0),
         )
+
+    def _forgetting(self, forgets: Sequence[tuple[int, int | None]]) -> Callable[[], None]:
+        """What is done with the answers of a part of the pairs that is settled."""
+
+        def settled() -> None:
+            for call, passing in forgets:
+                self._answers[call].forget(passing)
+
+        return settled
 
     def _group(
         self,
@@ -291,13 +308,17 @@ class RunFeed:
         paired = {columns[stage] for stage in stages if len(planned.columns[stage]) == 2}
         return sorted(name for name in set(columns) if name in paired or columns.count(name) > 1)
 
-    def _forgettable(self, planned: AskGroup, name: str) -> list[tuple[int, int]]:
-        """Calls about pairs with documents of a column that nothing else reads, and the truth that counts."""
+    def _forgettable(self, planned: AskGroup, name: str) -> list[tuple[int, int | None]]:
+        """Conditions on pairs with documents of a column that no other group asks, and the truth that counts.
+
+        Of a condition that is not a filter all count.
+        """
         num_sites = Counter(site.call for site in self._bound.sites)
         return [
-            (site.call, 0 if planned.is_negated(site) else 1)
+            (site.call, (0 if planned.is_negated(site) else 1) if planned.is_chain else None)
             for site, names in zip(planned.sites, planned.columns, strict=True)
             if len(names) == 2 and name in names and num_sites[site.call] == 1
+            if self._bound.call_of(site).operator is Operator.IF
         ]
 
     def _document_column(self, planned: AskGroup, stage: int) -> str:

@@ -66,6 +66,16 @@ class Candidates:
         documents = {name: column[rows].astype(np.int64) for name, column in self.documents.items()}
         return Candidates(documents, self.rows[rows], None if self.groups is None else self.groups[rows])
 
+    def has_one_in_group(self, name: str) -> bool:
+        """Whether a column holds the same document in all rows of each group."""
+        assert self.groups is not None
+        numbers, documents = self.groups + 1, self.documents[name]
+        if numbers.max(initial=0) > 4 * len(self):
+            numbers = ranks_in_order(numbers)
+        last = np.zeros(numbers.max(initial=0) + 1, dtype=documents.dtype)
+        last[numbers] = documents
+        return bool((last[numbers] == documents).all())
+
     def by_anchor(self, name: str) -> Candidates:
         """The rows of each document of a column one after another, documents as they come first."""
         ranks = ranks_in_order(self.documents[name])
@@ -115,23 +125,29 @@ class CandidateReader:
         if query.row is not None:
             rows = to_numbers(found[query.row])
             rows = np.where(rows >= _LOCAL_ROWS_START, rows - _LOCAL_ROWS_START, rows)
-        groups = _groups([found[column] for column in query.group]) if query.group else None
-        return Candidates(documents, rows, groups)
+        return Candidates(documents, rows, _groups([_numbers_of(found[column]) for column in query.group]))
 
     def read_pairs(self, query: CandidateQuery) -> Candidates:
-        """All rows of a query over two relations: eight bytes a pair stay in memory, whatever the texts."""
+        """All rows of a query over two relations: eight bytes a pair stay in memory, whatever the texts, and
+        eight more for each column of `group`.
+        """
         names = list(dict.fromkeys(query.arguments))
         inner = self._in_run(syntax.to_sql(query.node))
         for name in names:
             self._store_texts(inner, name, is_mostly_new=False)
-        selected = f"SELECT {', '.join(map(_hashed, names))} FROM ({inner})"
+        columns = [*map(_hashed, names), *(f'"{column}"' for column in query.group)]
         parts: list[list[Int32s]] = [[np.zeros(0, dtype=np.int32)] for _ in names]
-        for batch in self._cursor.sql(selected).to_arrow_reader(_BATCH_ROWS):
-            for part, column in zip(parts, batch.columns, strict=True):
+        groups: list[list[Int64s]] = [[np.zeros(0, dtype=np.int64)] for _ in query.group]
+        reader = self._cursor.sql(f"SELECT {', '.join(columns)} FROM ({inner})").to_arrow_reader(_BATCH_ROWS)
+        for batch in reader:
+            for part, column in zip(parts, batch.columns[: len(names)], strict=True):
                 is_present, hashes = _present(column)
                 part.append(self._spread(is_present, self._texts.find(hashes)).astype(np.int32))
+            for group, column in zip(groups, batch.columns[len(names) :], strict=True):
+                group.append(_numbers_of(column))
         documents = {name: np.concatenate(part) for name, part in zip(names, parts, strict=True)}
-        return Candidates(documents, np.arange(len(documents[names[0]]), dtype=np.int32))
+        numbers = _groups([np.concatenate(group) for group in groups])
+        return Candidates(documents, np.arange(len(documents[names[0]]), dtype=np.int32), numbers)
 
     def windows(self, query: CandidateQuery) -> Iterator[Candidates]:
         """The first rows of a query, then as many again twice, then all of them in their order.
@@ -204,14 +220,18 @@ class CandidateReader:
             self._texts.add(hashes, checks, table.column(2))
 
 
-def _groups(columns: Sequence[pa.ChunkedArray]) -> Int64s:
-    """A number for each row, equal where all of some columns of numbers are; NULL is a number too."""
-    numbers: Int64s = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        these = to_numbers(filled(column.cast(pa.int64()), -1))
-        if len(columns) == 1:
-            return these
-        ranks = ranks_in_order(these)
+def _numbers_of(column: pa.Array | pa.ChunkedArray) -> Int64s:
+    """A column of row numbers; NULL is a number too."""
+    return to_numbers(filled(column.cast(pa.int64()), -1))
+
+
+def _groups(columns: Sequence[Int64s]) -> Int64s | None:
+    """A number for each row, equal where all of some columns are; None without columns."""
+    if len(columns) <= 1:
+        return columns[0] if columns else None
+    numbers = ranks_in_order(columns[0])
+    for column in columns[1:]:
+        ranks = ranks_in_order(column)
         numbers = ranks_in_order(numbers * (int(ranks.max(initial=0)) + 1) + ranks)
     return numbers
 

@@ -343,10 +343,12 @@ class Tireless:
         self.num_asked = 0
 
     def run(self, running: RelationalRun) -> None:
+        waiting: list[Asks] = []
         while not running.feed.done:
-            for asks in running.feed.take(2**14):
-                self.num_asked += len(asks)
-                running.feed.answered(asks.call, asks.keys, pa.array(asks.keys % 2 == 0))
+            waiting += [] if waiting else running.feed.take(2**14)
+            asks = waiting.pop()
+            self.num_asked += len(asks)
+            waiting += running.feed.answered(asks.call, asks.keys, pa.array(asks.keys % 2 == 0)).asks
 
 
 def test_a_count_over_many_pairs_holds_a_part_of_them_at_a_time() -> None:
@@ -363,3 +365,70 @@ def test_a_count_over_many_pairs_holds_a_part_of_them_at_a_time() -> None:
     assert running.stages()[0]["passed"] == 1500 * 1500 // 2
     running.close()
     assert peak < 2**18 * 400 + 1500 * 1500 * 20
+
+
+@pytest.mark.parametrize("order", ["auto", "as_written"])
+@pytest.mark.parametrize("block", [3, 20, 10_000])
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT l.id, r.id AS rid, {} AS a FROM l, r",
+        "SELECT l.id, r.id AS rid FROM l LEFT JOIN r ON l.k = r.k AND {}",
+        "SELECT l.id, r.id AS rid FROM l FULL JOIN r ON {}",
+        "SELECT l.id, CASE WHEN r.id > 3 THEN NOT {} END AS a FROM l, r",
+        "SELECT l.id, coalesce({}, r.id > 4) AS a FROM l, r",
+        "SELECT l.id FROM l WHERE EXISTS (SELECT 1 FROM r WHERE l.k = r.k AND {})",
+        "SELECT l.id FROM l WHERE NOT EXISTS (SELECT 1 FROM r WHERE {})",
+        "SELECT l.id FROM (SELECT * FROM l) AS l ANTI JOIN r ON {}",
+        "SELECT l.id FROM l WHERE NOT (SELECT bool_or({}) FROM r)",
+    ],
+)
+def test_parts_that_are_done_keep_the_truth_alone(
+    sql: str, block: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK_ROWS", block)
+    some = tables(left=7, right=6, groups=2)
+    some.connection.execute("INSERT INTO l SELECT id + 100, 1 - k, body FROM l WHERE id < 3")
+    some.connection.execute("INSERT INTO l VALUES (200, 1, NULL); INSERT INTO r VALUES (200, 1, NULL)")
+    left, right = (f"split_part({column}, ' ', 2)::INT" for column in ("l.body", "r.word"))
+    code = f"({left} * 5 + {right} * 3) % 7"
+    stub = Stub(lambda call, key: [None, True, False, False, True, False, True][_code(key)], batch=9)
+    running = start(
+        sql.format("AI.IF(PROMPT('{0} and {1}', l.body, r.word))"), some, order=order, exists_wave=2
+    )
+    stub.run(running.calls, running.feed, RunControl())
+    found = rows(running.result())
+    running.close()
+    plain = f"CASE {code} WHEN 0 THEN NULL ELSE {code} IN (1, 4, 6) END"
+    expected = some.connection.sql(sql.format(plain)).fetchall()
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    assert len(set(stub.asked)) == len(stub.asked)
+
+
+def _code(key: Key) -> int:
+    left, right = (int(text.split()[1]) for text in sorted(key))
+    return (left * 5 + right * 3) % 7
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("SELECT count(*) FROM (SELECT {} AS a FROM l, r) WHERE a", 800 * 800 // 2),
+        ("SELECT count(r.word) FROM l LEFT JOIN r ON {}", 800 * 800 // 2),
+        ("SELECT count(*) FROM l ANTI JOIN r ON {}", 0),
+    ],
+)
+def test_pairs_of_any_join_are_held_a_part_at_a_time(
+    sql: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK_ROWS", 2**15)
+    running = start(sql.format("AI.IF(PROMPT('{0} and {1}', l.body, r.word))"), tables(800, 800))
+    stub = Tireless()
+    tracemalloc.start()
+    stub.run(running)
+    found = rows(running.result())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    running.close()
+    assert found == [(expected,)]
+    assert peak < 2**15 * 400 + 800 * 800 * 20
