@@ -149,18 +149,20 @@ class Decoder:
         return F.rms_norm(read, (config.hidden_size,), self.final_norm, eps)
 
     @torch.inference_mode()
-    def head(self, states: torch.Tensor, vocab_ids: Int64s | None = None) -> torch.Tensor:
+    def head(self, states: torch.Tensor, vocab_ids: Int64s | slice | None = None) -> torch.Tensor:
         """Logits in float32.
 
         Args:
             states: (r, hidden) as `forward` returns.
-            vocab_ids: (n,) the vocabulary rows wanted; None for all.
+            vocab_ids: (n,) the vocabulary rows wanted, or a range of them; None for all.
 
         Returns:
             (r, n) float32 logits.
         """
         weight = self.head_weight
-        if vocab_ids is not None:
+        if isinstance(vocab_ids, slice):
+            weight = weight[vocab_ids]
+        elif vocab_ids is not None:
             weight = weight.index_select(0, self._index(vocab_ids))
         return states @ weight.float().t()
 
@@ -253,7 +255,7 @@ class PagedDecoder:
         picked = states.index_select(0, torch.from_numpy(rows).to(states.device))
         size = self.decoder.config.vocab_size
         pieces = [
-            self.decoder.head(picked, np.arange(start, min(start + MASS_VOCAB_ROWS, size))).logsumexp(dim=1)
+            self.decoder.head(picked, slice(start, start + MASS_VOCAB_ROWS)).logsumexp(dim=1)
             for start in range(0, size, MASS_VOCAB_ROWS)
         ]
         whole = torch.stack(pieces).logsumexp(dim=0)
