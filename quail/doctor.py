@@ -11,7 +11,7 @@ from quail.config import EngineConfig
 from quail.cost.budgets import available_bytes, container_limit_bytes
 from quail.models import registry
 
-_LIBRARIES = ("torch", "duckdb", "pyarrow", "numpy", "tokenizers", "gguf", "transformers")
+_LIBRARIES = ("torch", "triton", "duckdb", "pyarrow", "numpy", "tokenizers", "gguf", "transformers")
 
 
 def print_doctor(config: EngineConfig, *, with_rates: bool) -> None:

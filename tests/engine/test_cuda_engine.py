@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import quail
 from quail.config import EngineConfig
 from quail.errors import ConfigError
-from quail.kernels import cuda, gathered, triton_attention
+from quail.kernels import cuda
 from quail.kernels.choice import KernelChoice
 from quail.kernels.cuda import Card, CudaKernels, adds_in_float32
 from quail.models import decoder as decoders
@@ -33,7 +34,7 @@ QUERIES = {
     "filters": f"SELECT id FROM t WHERE {FILTERS}",
     "join": f"SELECT l.id, r.id FROM l JOIN r ON {PAIR}",
     "labels": f"SELECT id, {LABEL} FROM t",
-    "exists": f"SELECT l.id FROM l WHERE EXISTS (SELECT 1 FROM r WHERE {PAIR})",
+    "scores": f"SELECT l.id, r.id, {PAIR.replace('AI.IF', 'AI.SCORE')} FROM l, r",
 }
 
 
@@ -110,10 +111,11 @@ def test_bfloat16_stays_within_its_rounding(device, folder, tmp_path, path):
     assert 0 < error <= 1.25 * error_of_plain < 0.1
 
 
-@pytest.mark.parametrize(("path", "planned"), [("gathered", gathered), ("paged", triton_attention)])
-def test_a_pass_is_indexed_once_whatever_its_layers(device, folder, tmp_path, monkeypatch, path, planned):
+@pytest.mark.parametrize("path", PATHS)
+def test_a_pass_is_indexed_once_whatever_its_layers(device, folder, tmp_path, monkeypatch, path):
     copies = []
-    for module in (decoders, planned):
+    planning = {"gathered": "quail.kernels.gathered", "paged": "quail.kernels.triton_attention"}
+    for module in (decoders, importlib.import_module(planning[path])):
 
         def counted(arrays, device, original=module.upload):
             copies.append(len(arrays))
@@ -187,7 +189,9 @@ def test_queries_have_the_same_rows(llama, tmp_path, monkeypatch, kind, path):
     monkeypatch.setattr(KernelChoice, "kernels", lambda self, dtype, device, threads: kernels)
     with np.errstate(all="ignore"):
         found, report = rows_of(llama, tmp_path, QUERIES[kind], kernels="reference", token_budget=512)
-    assert found == expected
+    assert expected and len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, abs=1e-4) if kind == "scores" else row == other
     assert kernels._paths == {16: path}, "another attention ran"
     tokens = report.tokens
     assert tokens["reused_rewind"] > 0 or kind == "labels"
@@ -249,6 +253,7 @@ def test_an_attention_that_cannot_run_is_refused(card, wanted, dtype, head_dim, 
 
 
 def with_card(monkeypatch, capability=(9, 0)):
+    pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: capability)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 
@@ -75,9 +78,20 @@ def test_sums_of_products_are_not_rounded_on_the_way():
 def test_queries_on_the_card_have_the_rows_of_the_cpu(folder, tmp_path, kind, attention, dtype):
     if (attention, dtype) == ("gathered", "float32"):
         pytest.skip("varlen_attn takes bfloat16")
-    expected, _ = rows_of(folder, tmp_path, QUERIES[kind], device="cpu", kernels="reference")
-    found, _ = rows_of(folder, tmp_path, QUERIES[kind], device="cuda", attention=attention, dtype=dtype)
+    rows = functools.partial(rows_of, folder, tmp_path, QUERIES[kind])
+    expected, _ = rows(device="cpu", kernels="reference")
+    found, _ = rows(device="cuda", attention=attention, dtype=dtype)
     if dtype == "float32":
-        assert found == expected
-    else:  # answers with a small margin may flip
-        assert len(set(found) ^ set(expected)) <= max(2, len(expected) // 4)
+        assert len(found) == len(expected)
+        for row, other in zip(found, expected, strict=True):
+            assert row == pytest.approx(other, abs=1e-4) if kind == "scores" else row == other
+        return
+    rounded, _ = rows(device="cpu", kernels="reference", dtype="bfloat16")
+    if kind == "scores":
+        error, error_of_cpu = (
+            np.sqrt(np.mean([(a[2] - b[2]) ** 2 for a, b in zip(some, expected, strict=True)]))
+            for some in (found, rounded)
+        )
+        assert error <= 1.5 * error_of_cpu + 0.01
+    else:  # answers with a small margin flip, as they do on a CPU
+        assert len(set(found) ^ set(expected)) <= 2 * len(set(rounded) ^ set(expected)) + 2
