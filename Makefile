@@ -11,7 +11,7 @@ demo: $(RUNTIME)
 	$(BIN)/quail demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(ARGS)
 
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow

@@ -180,9 +180,9 @@ def test_a_plot_of_results_is_a_picture() -> None:
 
 
 def test_a_curve_is_a_table_and_a_picture() -> None:
-    points = [curves.Point("documents", n, (n / 10, n / 20, n / 5), 100 * n, 90 * n) for n in (1, 10)]
+    points = [curves.Point("documents", n, (n / 10, n / 20, n / 5), 100 * n, 90 * n, 0.5) for n in (1, 10)]
     written = curves.tables_of(points)
-    assert "| 10 | 1.00 (0.50–2.00) | 900 of 1,000 | 900 |" in written
+    assert "| 10 | 1.00 (0.50–2.00) | 900 of 1,000 | 900 | 50% |" in written
     ElementTree.fromstring(curves.plot("documents", points))
 
 
