@@ -12,6 +12,7 @@ import pyarrow as pa
 from benchmarks.lines import Line
 from quail.config import EngineConfig
 from quail.execution.asks import RunControl
+from quail.execution.reads import AnsweringAtOnce
 from quail.execution.relational import RelationalRun
 from quail.execution.run import Limits
 from quail.execution.runner import Engine
@@ -25,7 +26,7 @@ MOST_MICROSECONDS = 20.0
 SQL = "SELECT count(*) FROM l, r WHERE AI.IF(PROMPT('Does {0} agree with {1}?', l.body, r.word))"
 
 
-class NoModel:
+class NoModel(AnsweringAtOnce):
     """A model that computes nothing; every other answer is TRUE."""
 
     def __init__(self, num_pages: int) -> None:

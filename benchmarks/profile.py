@@ -24,6 +24,7 @@ from benchmarks.peers.tables import table
 from benchmarks.peers.tokens import Compiler
 from benchmarks.peers.workloads import chapters, numbered
 from quail.config import EngineConfig
+from quail.execution.reads import AnsweringAtOnce
 from quail.execution.runner import Engine
 from quail.kernels.interface import Kernels, Matrix
 
@@ -119,7 +120,7 @@ class TimedKernels:
         return run
 
 
-class TimedModel:
+class TimedModel(AnsweringAtOnce):
     """A paged decoder with clocks on its passes and its head.
 
     Args:
@@ -154,12 +155,12 @@ class TimedModel:
     def logits(self, *arguments: Any) -> Any:
         """Logits of answers."""
         with self._clocks.timed("head"):
-            return self._model.logits(*arguments)
+            return self._model.logits(*arguments).numpy()
 
     def answer_mass(self, *arguments: Any) -> Any:
         """Shares of the whole vocabulary."""
         with self._clocks.timed("head"):
-            return self._model.answer_mass(*arguments)
+            return self._model.answer_mass(*arguments).numpy()
 
 
 @contextmanager

@@ -129,9 +129,9 @@ class EngineConfig:
         dtype: `auto` (bfloat16 where the device has fast bfloat16 products, else float32), `bfloat16` or
             `float32` (exact work). `QUAIL_DTYPE`.
         kv_memory: memory for the key/value pages, in bytes or as text such as `'2GiB'`; None takes a share of
-            what the machine or its container leaves. `QUAIL_KV_MEMORY`.
-        token_budget: most rows (tokens) one pass through the model computes; None is 2,048.
-            `QUAIL_TOKEN_BUDGET`.
+            what the machine or its container leaves, on CUDA what the device has left. `QUAIL_KV_MEMORY`.
+        token_budget: most rows (tokens) one pass through the model computes; None is 2,048, on CUDA up to
+            16,384 as memory allows. `QUAIL_TOKEN_BUDGET`.
         layout: `chat` (the model's own chat template around the prompt), `completion` (none) or `auto` (what
             was measured to be better for a known model). `QUAIL_LAYOUT`.
         label: line in front of every document. `QUAIL_LABEL`; default `DOCUMENT:`.

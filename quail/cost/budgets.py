@@ -45,6 +45,11 @@ class ModelShape:
     weight_bytes: int
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of one page."""
+        return PAGE_TOKENS
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page: keys and values of all layers for `PAGE_TOKENS` tokens."""
         return 2 * self.num_layers * PAGE_TOKENS * self.num_kv_heads * self.head_dim * self.element_bytes
@@ -88,42 +93,51 @@ class MemoryPlan:
 
 
 def plan_memory(
-    shape: ModelShape, *, token_budget: int, limit_bytes: int, kv_bytes: int | None = None
+    shape: ModelShape,
+    *,
+    token_budget: int,
+    limit_bytes: int,
+    kv_bytes: int | None = None,
+    kv_share: float = DEFAULT_KV_SHARE,
+    limit_source: str = "",
 ) -> MemoryPlan:
     """Divides a memory limit.
 
     pages = floor((limit - weights - working space) / page bytes). With `kv_bytes` the limit is just weights,
-    working space and that much KV; without, KV takes `DEFAULT_KV_SHARE` of what is left.
+    working space and that much KV; without, KV takes `kv_share` of what is left.
 
     Args:
         shape: the model.
         token_budget: most rows a pass.
         limit_bytes: what the machine or its container grants.
         kv_bytes: what the user grants to KV.
+        kv_share: of what weights and working space leave.
+        limit_source: what the limit is, for the message.
 
     Raises:
         PlanError: too little is left for one page of KV, or more KV is asked for than fits.
     """
     working = shape.working_bytes(token_budget)
     left = limit_bytes - shape.weight_bytes - working
+    limit = size_words(limit_bytes) + (f" ({limit_source})" if limit_source else "")
     sizes = (
-        f"the limit of {_size(limit_bytes)} less {_size(shape.weight_bytes)} of weights and {_size(working)} "
-        f"of working space for passes of {token_budget} tokens leaves {_size(max(0, left))}"
+        f"the limit of {limit} less {size_words(shape.weight_bytes)} of weights and {size_words(working)} "
+        f"of working space for passes of {token_budget} tokens leaves {size_words(max(0, left))}"
     )
     if kv_bytes is not None:
         if kv_bytes > left:
             raise PlanError(
-                f"kv_memory = {_size(kv_bytes)} does not fit: {sizes}",
+                f"kv_memory = {size_words(kv_bytes)} does not fit: {sizes}",
                 hint="lower kv_memory or token_budget, or use a smaller model",
             )
         limit_bytes = shape.weight_bytes + working + kv_bytes
     else:
-        limit_bytes = shape.weight_bytes + working + math.floor(max(0, left) * DEFAULT_KV_SHARE)
+        limit_bytes = shape.weight_bytes + working + math.floor(max(0, left) * kv_share)
     num_pages = math.floor((limit_bytes - shape.weight_bytes - working) / shape.page_bytes)
     if num_pages < 1:
         raise PlanError(
-            f"no room for KV: one page of {PAGE_TOKENS} tokens takes {_size(shape.page_bytes)}, "
-            + (f"kv_memory is {_size(kv_bytes)}" if kv_bytes is not None else sizes),
+            f"no room for KV: one page of {PAGE_TOKENS} tokens takes {size_words(shape.page_bytes)}, "
+            + (f"kv_memory is {size_words(kv_bytes)}" if kv_bytes is not None else sizes),
             hint="raise kv_memory (64MiB is plenty for short documents), lower token_budget, or take a "
             "smaller model",
         )
@@ -182,7 +196,8 @@ def _machine_available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _size(num_bytes: int) -> str:
+def size_words(num_bytes: int) -> str:
+    """A size for people."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quail.cost.gpus import assumed_rates, own_rates, rates_of_card
 from quail.cost.roofline import NORM_MOVES, Rates
 
 if TYPE_CHECKING:
@@ -19,24 +20,20 @@ if TYPE_CHECKING:
 ASSUMED = Rates(matmul_flops=1.5e11, attention_flops=5e10, memory_bytes=5e9)
 """Rates of a small CPU, where nothing was measured yet."""
 
-GPU_RATES = {
-    "A100": Rates(312e12, 150e12, 2.0e12),
-    "H100": Rates(989e12, 400e12, 3.35e12),
-    "H200": Rates(989e12, 400e12, 4.8e12),
-    "L4": Rates(121e12, 50e12, 0.3e12),
-    "L40S": Rates(362e12, 150e12, 0.86e12),
-    "RTX 4090": Rates(165e12, 80e12, 1.0e12),
-}
-"""Peak bfloat16 products and memory bandwidth from the makers' data sheets; attention an estimate."""
 
-
-def table_rates(device: torch.device) -> Rates:
-    """Rates of a GPU by its name; `ASSUMED` of other devices that are not CPUs."""
-    import torch
-
+def table_rates(device: torch.device, dtype: str, cache_dir: Path) -> Rates:
+    """Rates of a GPU by its name, those of `gpus.assumed_rates` where it is not known; `ASSUMED` of other
+    devices that are not CPUs.
+    """
     if device.type != "cuda":
         return ASSUMED
-    return _gpu_rates(torch.cuda.get_device_name(device)) or GPU_RATES["A100"]
+    return _known_gpu(device, dtype, cache_dir) or assumed_rates(dtype)
+
+
+def _known_gpu(device: torch.device, dtype: str, cache_dir: Path) -> Rates | None:
+    import torch
+
+    return rates_of_card(torch.cuda.get_device_name(device), dtype, own_rates(cache_dir))
 
 
 def rates_of(
@@ -52,7 +49,7 @@ def rates_of(
         again: measure even if it was.
     """
     if device.type != "cpu":
-        return table_rates(device)
+        return table_rates(device, _dtype_word(dtype), cache_dir)
     path = _kept_at(cache_dir, dtype, kernels.name)
     kept = None if again else _read(path)
     if kept is not None:
@@ -63,26 +60,22 @@ def rates_of(
 
 
 def known_rates(device: torch.device, dtype: torch.dtype, cache_dir: Path, kernels: Kernels) -> Rates | None:
-    """Rates of a device that are known: from the table in bfloat16, or measured before. Measures nothing."""
-    import torch
-
+    """Rates of a device that are known: from a table or the user, or measured before. Measures nothing."""
     if device.type == "cuda":
-        return _gpu_rates(torch.cuda.get_device_name(device)) if dtype == torch.bfloat16 else None
+        return _known_gpu(device, _dtype_word(dtype), cache_dir)
     return _read(_kept_at(cache_dir, dtype, kernels.name)) if device.type == "cpu" else None
 
 
-def _gpu_rates(name: str) -> Rates | None:
-    """Rates of a GPU; of several names that fit, the longest says most (L40S, not L4)."""
-    found = max((key for key in GPU_RATES if key in name), key=len, default=None)
-    return None if found is None else GPU_RATES[found]
+def _dtype_word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _kept_at(cache_dir: Path, dtype: torch.dtype, kernels: str) -> Path:
     """Where the rates of this CPU are kept, for the threads that torch takes now."""
     import torch
 
-    name = str(dtype).removeprefix("torch.")
-    return cache_dir / "rates" / _file_name(kernels, str(torch.get_num_threads()), name)
+    threads = str(torch.get_num_threads())
+    return cache_dir / "rates" / _file_name(kernels, threads, _dtype_word(dtype))
 
 
 def kept_rates(cache_dir: Path, dtype: str, kernels: str, threads: int | None = None) -> Rates | None:

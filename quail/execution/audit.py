@@ -150,7 +150,7 @@ class Audit:
                 if isinstance(planned, Failure):
                     return None, 0
                 answers += self._forward(planned, [stage])
-                scheduler.complete(planned)
+                scheduler.complete()
         finally:
             scheduler.abandon()
         return answers[0], num_tokens

@@ -79,7 +79,7 @@ def content_mean(
             if isinstance(planned, Failure):
                 raise PlanError(f"no room to calibrate {stage.call.text}: {planned.reason}")
             answers += forward(planned)
-            scheduler.complete(planned)
+            scheduler.complete()
     finally:
         scheduler.abandon()
     mean: Float32s = np.mean(answers, axis=0, dtype=np.float32)

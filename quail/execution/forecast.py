@@ -12,19 +12,22 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from quail.config import EngineConfig
-from quail.cost.budgets import DEFAULT_TOKEN_BUDGET, ModelShape, default_limit_bytes, plan_memory
+from quail.cost.budgets import ModelShape
 from quail.cost.device import ASSUMED, kept_rates, table_rates
+from quail.cost.grants import DeviceMemory, Grant, device_grant, host_grant
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
 from quail.execution.asks import Feed, RunControl
 from quail.execution.documents import DocumentEncoder
-from quail.execution.run import Limits, Model, Run
-from quail.execution.runner import layout_of, retention_of, shape_of, sharing_rule
+from quail.execution.reads import Model
+from quail.execution.run import Limits, Run
+from quail.execution.runner import layout_of, passes_in_flight, retention_of, shape_of, sharing_rule
 from quail.execution.stages import Pieces, compile_stage
 from quail.kernels.choice import KernelChoice
 from quail.kv.prefix_sharing import PrefixTree
-from quail.models.device import device_of, dtype_name
+from quail.models.device import device_memory, device_of, dtype_name
 from quail.models.outline import ModelOutline, read_outline
+from quail.models.weights import num_weights
 from quail.plan.logical import AICall
 from quail.planner.estimate import (
     DocumentCounts,
@@ -72,11 +75,14 @@ class Forecaster:
         self.layout = layout.name
         self._pieces = Pieces.of(layout, outline.tokenizer)
         self._context_tokens = outline.config.context_tokens
-        self._budget = config.token_budget or DEFAULT_TOKEN_BUDGET
         self._encoder = DocumentEncoder(outline.tokenizer, self._pieces, self._context_tokens)
         self.device, self.dtype, self._rates = _device_and_rates(config)
         element_bytes = _ELEMENT_BYTES[self.dtype]
-        self._shape: ModelShape = shape_of(outline.config, element_bytes=element_bytes, weight_bytes=0)
+        weight_bytes = 0 if self.device == "cpu" else element_bytes * num_weights(outline.config)
+        self._shape: ModelShape = shape_of(
+            outline.config, element_bytes=element_bytes, weight_bytes=weight_bytes
+        )
+        self._budget = config.token_budget or self._grant().token_budget(self._shape, config.kv_memory_bytes)
 
     @classmethod
     def of(cls, config: EngineConfig) -> Forecaster | None:
@@ -156,13 +162,15 @@ class Forecaster:
         Raises:
             PlanError: too little memory for one.
         """
-        plan = plan_memory(
-            self._shape,
-            token_budget=self._budget,
-            limit_bytes=default_limit_bytes(),
-            kv_bytes=self._config.kv_memory_bytes,
-        )
-        return plan.num_pages
+        kv_bytes = self._config.kv_memory_bytes
+        return self._grant().plan(self._shape, token_budget=self._budget, kv_bytes=kv_bytes).num_pages
+
+    def _grant(self) -> Grant:
+        """What the engine may take; of a GPU that is otherwise empty, as the engine may be on it already."""
+        if self.device != "cuda":
+            return host_grant()
+        memory = device_memory(device_of(self._config.device))
+        return device_grant(DeviceMemory(memory.total_bytes, memory.total_bytes))
 
     def dry_run(self, model: Model, calls: Sequence[AICall], feed: Feed, control: RunControl) -> Run:
         """A run as the engine would make it, on a model in place of this one.
@@ -177,7 +185,7 @@ class Forecaster:
             model,
             self._outline.tokenizer,
             self._pieces,
-            Limits(self._budget, self._context_tokens),
+            Limits(self._budget, self._context_tokens, passes_in_flight(self.device)),
             calls,
             feed,
             control,
@@ -221,7 +229,7 @@ def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
     if device_type == "cpu":
         threads = config.threads or _threads_by_environment()
         return "cpu", dtype, kept_rates(config.cache_path, dtype, choice.name, threads)
-    return device_type, dtype, table_rates(device_of(config.device))
+    return device_type, dtype, table_rates(device_of(config.device), dtype, config.cache_path)
 
 
 def _threads_by_environment() -> int | None:

@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from quail.execution.forecast import Forecaster
 from quail.execution.ledger import TokenLedger
 from quail.execution.pair_planning import AnchorChoice
 from quail.execution.readout import values_of
+from quail.execution.reads import Answered, Read
 from quail.execution.relational import HasCursor, RelationalRun
 from quail.execution.run import Run
 from quail.kv.pages import PageArena
@@ -258,16 +259,16 @@ class DryModel:
         """The accounting of its KV."""
         return self._pages
 
-    def forward(self, chunk: Chunk) -> Any:
-        """Runs nothing."""
-
-    def logits(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
-        """Zeros."""
-        return np.zeros((len(rows), len(vocab_ids)), dtype=np.float32)
-
-    def answer_mass(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
-        """Ones: nothing to warn of."""
-        return np.ones(len(rows), dtype=np.float32)
+    def start(self, chunk: Chunk, reads: Sequence[Read]) -> Answered:
+        """Zeros for logits, and ones for probabilities: nothing to warn of."""
+        return Answered(
+            [
+                np.ones(len(read.rows), dtype=np.float32)
+                if read.is_mass
+                else np.zeros((len(read.rows), len(read.vocab_ids)), dtype=np.float32)
+                for read in reads
+            ]
+        )
 
 
 class _RehearsedFeed:

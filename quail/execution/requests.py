@@ -36,6 +36,8 @@ class Request:
         suffix_done: suffix tokens already run, where the suffix spans passes.
         prefix_computed: prefix rows that were run on its behalf.
         recomputed: those of them that had been run before and were lost.
+        reused_retained: prefix tokens that its document had from the retention pool, once it is in a pass.
+        reused_borrowed: likewise those that another document lent.
         num_own_tokens: rows beside the prefix: suffix and branches.
         operator: that asks, None where it is not known.
     """
@@ -50,6 +52,8 @@ class Request:
     suffix_done: int = 0
     prefix_computed: int = 0
     recomputed: int = 0
+    reused_retained: int = 0
+    reused_borrowed: int = 0
     operator: int | None = None
     num_own_tokens: int = field(init=False)
 
@@ -79,8 +83,9 @@ class Document:
         frame: the frame whose KV stands, or will stand, behind the document's own in the table.
         borrowed_tokens: borrowed tokens that no answered request has used yet.
         retained_tokens: tokens taken from the retention pool that no answered request has used yet.
-        operator: that asked the last answered request of the run, None before the first.
+        operator: that asked the last request of the run in a pass, None before the first.
         requests: waiting requests, in order.
+        last_pass: number of the latest pass with rows of it; 0 before any.
     """
 
     handle: int
@@ -101,6 +106,7 @@ class Document:
     retained_tokens: int = 0
     operator: int | None = None
     requests: deque[Request] = field(default_factory=deque)
+    last_pass: int = 0
 
     def prefix(self, start: int, stop: int) -> Int32s:
         """Ids [start, stop) of the document and its frame."""

@@ -8,28 +8,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from quail.arrays import of_texts
 from quail.errors import QueryCancelled
 from quail.execution.asks import Asks, Feed, FollowUp, RunControl
 from quail.execution.audit import Audit
 from quail.execution.calibration import CONTENT_FREE, Means, content_mean, stage_key
-from quail.execution.chunk import Chunk
 from quail.execution.delivery import Delivery
 from quail.execution.error_log import NO_ROOM, NOT_FINITE
 from quail.execution.failures import GO_ON, Failures
+from quail.execution.in_flight import Collected, PassesInFlight, run_alone
 from quail.execution.intake import Intake, check_question
 from quail.execution.packing import Pass
+from quail.execution.reads import Model
 from quail.execution.recall import Known, Memory, Recall
 from quail.execution.requests import Document, Failure, Request, in_tree_order
 from quail.execution.scheduler import Scheduler
 from quail.execution.shrinking import is_out_of_memory, smaller_budget
-from quail.execution.stages import Float32s, Int64s, Pieces, Stage, compile_stage
-from quail.kv.pages import PageArena
+from quail.execution.stages import Float32s, Pieces, Stage, compile_stage
 from quail.kv.prefix_sharing import PrefixTree
 from quail.kv.retention import RetentionPool
 from quail.models.tokenizer import Tokenizer
@@ -41,29 +40,9 @@ SharingRule = Callable[[PrefixTree, Sequence[int], Sequence[bool]], SharingDecis
 SHARING_WINDOW_TOKENS = 2**24
 """Tokens of documents that one sharing plan covers; a larger table is planned in several windows."""
 
-MASS_ROWS = 16
-"""Rows at which the probability of a question's answers is looked at."""
-
 FIRST_TAKE = 16
 """Fresh questions first taken from the feed; twice as many each time, as long as the length of its documents
 is not known because every answer was."""
-
-
-class Model(Protocol):
-    """What a run needs of a model: the decoder on its arena, or a fake."""
-
-    @property
-    def pages(self) -> PageArena:
-        """The accounting of its KV."""
-
-    def forward(self, chunk: Chunk) -> Any:
-        """Runs one pass; returns one state a read row."""
-
-    def logits(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
-        """(len(rows), len(vocab_ids)) float32 logits of some of the states."""
-
-    def answer_mass(self, states: Any, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
-        """(len(rows),) share of the probability that some vocabulary rows hold together."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +52,12 @@ class Limits:
     Attributes:
         token_budget: most rows a pass.
         context_tokens: longest prompt of the model.
+        passes_in_flight: passes that are started before the first of them is waited for.
     """
 
     token_budget: int
     context_tokens: int
+    passes_in_flight: int = 1
 
 
 @dataclass(frozen=True)
@@ -174,8 +155,8 @@ class Run:
         )
         self.means: Means = {} if means is None else means
         self._delivery = Delivery(self.stages, feed, self.means)
+        self._in_flight = PassesInFlight(model, self.stages, limits.passes_in_flight)
         self._known: deque[FollowUp] = deque()
-        self._watched: set[Stage] = set()
         self._least_budget = 1 + max((_num_branch_tokens(stage) for stage in self.stages), default=0)
         self._audit = self._new_audit(control.audit, dtype) if control.audit else None
         self._num_taken = self._num_taken_tokens = 0
@@ -192,7 +173,6 @@ class Run:
             TooManyErrors: more failed than the run may.
             QueryCancelled: `control.cancelled()` said so.
         """
-        in_flight: Pass | None = None
         try:
             self._measure_content_free()
             while not self.feed.done:
@@ -201,13 +181,10 @@ class Run:
                 planned = self.scheduler.next_pass()
                 if isinstance(planned, Failure):
                     self._fail(planned.request, planned.reason)
-                elif planned is not None:
-                    in_flight = planned
-                    answers = self._run_pass(planned)
-                    in_flight = None
-                    if answers is not None:
-                        self._hand_over(planned.answered, answers)
-                        self._report_progress()
+                elif planned is not None or self._in_flight:
+                    collected = self._advance(planned)
+                    if collected is not None:
+                        self._take(collected)
                 elif self._delivery.holds_answers and not self.failures:
                     for follow_up in self._delivery.deliver_held():
                         self._follow(follow_up)
@@ -216,10 +193,12 @@ class Run:
                 self._hand_over_failures()
                 num_expected = 0 if self.feed.done else self.feed.num_documents or 1
                 self.failures.check_ratio(self.recall.counts.asked, num_expected)
+            self._in_flight.drop()
             self.scheduler.finish()
             self._finish_audit()
         finally:
-            self.scheduler.abandon(in_flight)
+            self._in_flight.drop()
+            self.scheduler.abandon()
             self.recall.close()
         self.scheduler.ledger.check()
 
@@ -319,55 +298,43 @@ class Run:
     # -- answers out
     # ---------------------------------------------------------------------------------------------
 
-    def _run_pass(self, planned: Pass) -> list[Float32s] | None:
-        """The answers of a pass; None where memory was short and what waits begins anew in smaller ones."""
+    def _advance(self, planned: Pass | None) -> Collected | None:
+        """Starts a pass, if there is one, and waits for the oldest in flight.
+
+        Returns:
+            The oldest; None where another is started first, or where memory was short and what waits begins
+            anew in smaller passes.
+        """
         try:
-            answers = self._forward(planned, self.stages)
+            if planned is not None:
+                self._in_flight.start(planned)
+            return self._in_flight.collect() if planned is None or self._in_flight.is_full else None
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            num_rows = len(planned.chunk)
+            num_rows = self._in_flight.num_rows
             budget = smaller_budget(error, num_rows=num_rows, least_tokens=self._least_budget)
-        else:
-            self.scheduler.complete(planned)
-            if self._audit is not None:
-                self._audit.check(planned.answered, answers)
-            return answers
         self.stats.warnings.append(
             f"a pass of {num_rows:,} tokens did not fit into memory; the run went on with {budget:,} a pass"
         )
-        self.scheduler.start_over(planned, budget)
+        self._in_flight.drop()
+        self.scheduler.start_over(budget)
         return None
 
-    def _forward(
-        self, planned: Pass, stages: Sequence[Stage], *, watches_mass: bool = True
-    ) -> list[Float32s]:
-        """Runs a pass; returns the answer logits of each request in it, as its stage reads them."""
-        started = time.perf_counter()
-        states = self.model.forward(planned.chunk)
-        found: list[Float32s] = [np.zeros(0, dtype=np.float32)] * len(planned.answered)
-        first_reads = np.array(planned.first_reads, dtype=np.int64)
-        for index in {request.stage for request in planned.answered}:
-            places = [place for place, request in enumerate(planned.answered) if request.stage == index]
-            readout = stages[index].readout
-            logits = [
-                self.model.logits(states, first_reads[places] + node, vocab_ids)
-                for node, vocab_ids in enumerate(readout.wanted)
-            ]
-            for place, answer in zip(places, readout.answers(logits), strict=True):
-                found[place] = answer
-            if watches_mass:
-                self._watch_mass(stages[index], states, first_reads[places])
-        self.stats.forward_seconds += time.perf_counter() - started
-        return found
+    def _take(self, collected: Collected) -> None:
+        """Books a pass that ran, and hands over its answers."""
+        answered, answers = collected.planned.answered, collected.answers
+        self.stats.forward_seconds += collected.seconds
+        self.scheduler.complete()
+        for stage, mass in collected.masses:
+            self._warn_of_mass(stage, mass)
+        if self._audit is not None:
+            self._audit.check(answered, answers)
+        self._hand_over(answered, answers)
+        self._report_progress()
 
-    def _watch_mass(self, stage: Stage, states: Any, read_rows: Int64s) -> None:
-        """Looks once, at a few rows, whether a question's answers are what the model would say at all."""
-        wanted = stage.readout.wanted[0]
-        if stage in self._watched or not len(wanted):
-            return
-        self._watched.add(stage)
-        mass = float(self.model.answer_mass(states, read_rows[:MASS_ROWS], wanted).mean())
+    def _warn_of_mass(self, stage: Stage, mass: float) -> None:
+        """Says so where a question's answers are not what the model would say."""
         if mass < 0.5:
             self.stats.warnings.append(
                 f"the answers of {stage.call.text} hold {_percent(mass)} of the probability, less than half: "
@@ -401,7 +368,7 @@ class Run:
         for stage in self.stages:
             if stage.call.options.calibrate != "content" or stage_key(stage) in self.means:
                 continue
-            texts = of_texts(CONTENT_FREE)
+            started, texts = time.perf_counter(), of_texts(CONTENT_FREE)
             partners = self.intake.encoder.encode_partners(texts) if stage.is_join else []
             mean, num_tokens = content_mean(
                 stage,
@@ -409,20 +376,15 @@ class Run:
                 [partner.ids for partner in partners] or [stage.frame[:0]] * len(texts),
                 pool=self.scheduler.pool,
                 token_budget=self.scheduler.token_budget,
-                forward=functools.partial(self._forward, stages=[stage], watches_mass=False),
+                forward=functools.partial(run_alone, self.model, stages=[stage]),
             )
+            self.stats.forward_seconds += time.perf_counter() - started
             self.means[stage_key(stage)] = mean
             self.stats.num_calibration_tokens += num_tokens
 
     def _new_audit(self, share: float, dtype: str) -> Audit:
-        return Audit(share, self.stages, scheduler=self.scheduler, dtype=dtype, forward=self._forward_alone)
-
-    def _forward_alone(self, planned: Pass, stages: Sequence[Stage]) -> list[Float32s]:
-        """A pass of the audit, whose time is counted apart."""
-        before = self.stats.forward_seconds
-        answers = self._forward(planned, stages, watches_mass=False)
-        self.stats.forward_seconds = before
-        return answers
+        forward = functools.partial(run_alone, self.model)
+        return Audit(share, self.stages, scheduler=self.scheduler, dtype=dtype, forward=forward)
 
     def _finish_audit(self) -> None:
         if self._audit is None:

@@ -12,27 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from quail.answers.store import AnswerStore
 from quail.config import EngineConfig
-from quail.cost.budgets import (
-    DEFAULT_TOKEN_BUDGET,
-    MemoryPlan,
-    ModelShape,
-    default_limit_bytes,
-    plan_memory,
-)
+from quail.cost.budgets import MemoryPlan, ModelShape
 from quail.cost.device import ASSUMED, known_rates, rates_of
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work, rows
 from quail.errors import PlanError
 from quail.execution.asks import Feed, RunControl
 from quail.execution.calibration import Means
+from quail.execution.reads import Model
 from quail.execution.recall import Memory, ModelIdentity
-from quail.execution.run import Limits, Model, Retention, Run, SharingRule
+from quail.execution.run import Limits, Retention, Run, SharingRule
 from quail.execution.stages import Pieces
 from quail.kernels.choice import KernelChoice
 from quail.kv.pages import PageArena
 from quail.kv.prefix_sharing import PrefixTree
 from quail.kv.retention import RetentionPool, cap_pages
-from quail.models.device import device_of, dtype_of, dtype_word
+from quail.models.device import device_of, dtype_of, dtype_word, grant_of
 from quail.plan.logical import AICall
 from quail.plan.prompts import PromptLayout
 from quail.planner.prefix_sharing import SharingDecision, decide
@@ -40,6 +35,7 @@ from quail.processes import check_threads_after_fork, without_collection
 
 if TYPE_CHECKING:
     from quail.models.config import DecoderConfig
+    from quail.models.loader import LoadedModel
     from quail.models.outline import ModelOutline
     from quail.models.tokenizer import Tokenizer
 
@@ -111,6 +107,7 @@ class Engine:
         config: EngineConfig,
         progress: Callable[[str], None] | None = None,
         store: AnswerStore | None = None,
+        load: Callable[..., LoadedModel] | None = None,
     ) -> Engine:
         """Loads the model and takes memory for its KV.
 
@@ -118,6 +115,7 @@ class Engine:
             config: what to load and how much to take.
             progress: told what is being done, a phrase at a time.
             store: of answers; None keeps none.
+            load: in place of `load_model`.
 
         Raises:
             ConfigError: a device, dtype or kernels that this machine does not have.
@@ -141,18 +139,21 @@ class Engine:
         choice = choice.compiled(config.kernels, progress)
         kernels_for = functools.partial(choice.kernels, device=device, threads=num_threads)
         dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device, choice), device, kernels_for)
-        limit = default_limit_bytes()  # before the weights take their part, however much of them is mapped
-        loaded = load_model(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
+        grant = grant_of(device)  # before the weights take their part, however much of them is mapped
+        load = load or load_model
+        loaded = load(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
         layout = layout_of(config, loaded.outline)
         kernels = kernels_for(dtype)
         weights = loaded.weights
-        for name in weights:
+        if device.type != "cpu":
+            grant.check_weights(sum(tensor.nbytes for tensor in weights.values()))
+        for name in weights:  # one by one: the host's copy of each goes as the device has it
             weights[name] = weights[name].to(device)
         packed = PackedMatrices(config.cache_path, loaded.revision, dtype, kernels.layout)
         decoder = Decoder(loaded.config, weights, kernels, packed)
         shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
-        budget = config.token_budget or DEFAULT_TOKEN_BUDGET
-        memory = plan_memory(shape, token_budget=budget, limit_bytes=limit, kv_bytes=config.kv_memory_bytes)
+        budget = config.token_budget or grant.token_budget(shape, config.kv_memory_bytes)
+        memory = grant.plan(shape, token_budget=budget, kv_bytes=config.kv_memory_bytes)
         arena = KVArena(
             memory.num_pages,
             num_layers=shape.num_layers,
@@ -174,7 +175,7 @@ class Engine:
             "warnings": [] if dtype_warning is None else [dtype_warning],
             "boot_seconds": time.perf_counter() - started,
         }
-        limits = Limits(budget, loaded.config.context_tokens)
+        limits = Limits(budget, loaded.config.context_tokens, passes_in_flight(device.type))
         identity = ModelIdentity(loaded.name, loaded.revision, dtype_word(dtype), layout.name)
         rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path, kernels))
         return cls(
@@ -284,6 +285,15 @@ class Engine:
     def close(self) -> None:
         """Lets go of the model and its memory."""
         del self.model
+
+
+def passes_in_flight(device_type: str) -> int:
+    """Passes that are started before the first of them is waited for.
+
+    On CUDA the host packs a pass while the one before runs. On a CPU both would want the same cores: a
+    packing thread was slower there (measured on two).
+    """
+    return 2 if device_type == "cuda" else 1
 
 
 def shape_of(config: DecoderConfig, *, element_bytes: int, weight_bytes: int) -> ModelShape:

@@ -6,6 +6,10 @@ documents, up to the token budget and the free pages:
 
     submit -> [fresh] -> admit (pages) -> pass ... pass -> answered -> [idle] -> submit again, or release
 
+Several passes may be in flight: planned, not yet completed. They run in the order in which they were planned,
+so a later one reads what an earlier one writes, and pages that were given up may be planned anew at once. But
+KV that is still to be written is nobody's to keep: it goes to the pool only once its passes are completed.
+
 Nothing here knows tensors, SQL or what an answer means.
 """
 
@@ -85,6 +89,9 @@ class Scheduler:
         self.num_passes = 0
         self.num_finished = 0
         self.num_fresh_tokens = 0
+        self._num_completed = 0
+        self._packed_pass = 1
+        self._in_flight: deque[Pass] = deque()
         self._documents: dict[int, Document] = {}
         self._ready: deque[Document] = deque()
         self._fresh: deque[Document] = deque()
@@ -127,14 +134,14 @@ class Scheduler:
         document.requests.append(request)
 
     def release(self, handles: Iterable[int]) -> None:
-        """Forgets documents that nothing will read again. A document with waiting requests stays until they
-        ran.
+        """Forgets documents that nothing will read again. A document with waiting requests, or in a pass,
+        stays until they ran.
         """
         for handle in handles:
             document = self._documents.get(handle)
             if document is not None:
                 document.keep = False
-                if not document.requests:
+                if not document.requests and not self._is_in_flight(document):
                     self._retire(document)
 
     # -- passes
@@ -144,61 +151,56 @@ class Scheduler:
         """Packs the next pass.
 
         Returns:
-            A pass; a failure when the request at the head can never run; None when nothing waits.
+            A pass, in flight from now on; a failure when the request at the head can never run; None when
+            nothing waits, or what waits needs a pass in flight to be completed first.
         """
         self._park_idle()
+        self._packed_pass = self._num_completed + len(self._in_flight) + 1
         packing = Packing(self.token_budget)
         self._pack_ready(packing)
         short = self._pack_fresh(packing)
         if packing.num_rows:
             self.num_passes += 1
-            return packing.finish()
+            self._in_flight.append(packing.finish())
+            return self._in_flight[-1]
+        if self._in_flight:
+            return None
         if short is not None:
             return self._unblock(short)
         assert not self._ready and not self._fresh, "documents wait for nothing"
         return None
 
-    def complete(self, done: Pass) -> None:
-        """Books a pass that ran; documents that nothing needs any more are forgotten."""
+    def complete(self) -> None:
+        """Books the oldest pass in flight, which ran; documents that nothing needs any more are forgotten."""
+        done = self._in_flight.popleft()
+        self._num_completed += 1
         for request in done.answered:
-            document = request.document
-            if document.table is not None and request.suffix_done:
-                document.table.rewind(request.prefix_tokens)
             prefix, suffix = request.prefix_tokens, request.num_own_tokens
             ledger = self.ledgers[request.stage]
             ledger.naive += prefix + suffix
             ledger.computed += request.prefix_computed + suffix
+            ledger.reused_retained += request.reused_retained
+            ledger.reused_prefix += request.reused_borrowed
             reused = prefix - request.prefix_computed
-            borrowed = min(document.borrowed_tokens, reused)
-            retained = min(self._held_tokens(document, request), reused - borrowed)
-            document.retained_tokens = document.borrowed_tokens = 0
-            document.operator = request.operator
-            ledger.reused_retained += retained
-            ledger.reused_prefix += borrowed
-            ledger.reused_rewind += reused - borrowed - retained
+            ledger.reused_rewind += reused - request.reused_borrowed - request.reused_retained
             ledger.recomputed += request.recomputed
         for stage, work in done.works.items():
             self.works[stage] += work
         for document in {request.document for request in done.answered}:
-            if not document.requests and not document.keep:
-                self._retire(document)
-            elif not document.requests:
+            if document.requests or self._is_in_flight(document):
+                continue
+            if document.keep:
                 self._idle.append(document)
-
-    def _held_tokens(self, document: Document, request: Request) -> int:
-        """Tokens of a document that another operator or query left to a request.
-
-        What an operator kept while it waited for answers is its own, in the pool or not: which documents
-        wait, and how long, depends on the passes.
-        """
-        if document.operator is None or request.operator is None or not self.keeps_after_release:
-            return document.retained_tokens
-        return 0 if document.operator == request.operator else len(document.ids)
+            else:
+                self._retire(document)
 
     def finish(self) -> None:
-        """The run ended well: what it still held is retained or let go."""
+        """The run ended well: what it still held is retained or let go. Passes in flight are wasted."""
+        self._drop_passes()
         self._drop_requests()
         for document in list(self._documents.values()):
+            if self._is_in_flight(document):
+                self._drop_kv(document)
             self._retire(document)
 
     def fail(self, request: Request) -> None:
@@ -217,18 +219,20 @@ class Scheduler:
                 self._ready.remove(document)
             self._forget(document)
 
-    def start_over(self, lost: Pass, token_budget: int) -> None:
-        """A pass did not run: what waits begins anew, in passes of at most `token_budget` rows.
+    def start_over(self, token_budget: int) -> None:
+        """The passes in flight did not run: what waits begins anew, with at most `token_budget` rows a pass.
 
-        The lost pass was to write KV that others may have borrowed already, so all KV of documents in work
-        is dropped. What was run for waiting requests is wasted.
+        They were to write KV that others may have borrowed already, so all KV of documents in work is
+        dropped. What was run for waiting requests is wasted.
         """
         self.token_budget = token_budget
-        self.num_passes -= 1
-        for request in reversed(lost.answered):
+        lost = [request for planned in self._in_flight for request in planned.answered]
+        self.num_passes -= len(self._in_flight)
+        self._in_flight.clear()
+        for request in reversed(lost):
             self.ledgers[request.stage].wasted += request.num_own_tokens - request.suffix_done
             request.document.requests.appendleft(request)
-        lost_documents = [request.document for request in lost.answered]
+        lost_documents = [request.document for request in lost]
         waiting = list(dict.fromkeys([*lost_documents, *self._ready, *self._fresh]))
         for document in waiting:
             for request in document.requests:
@@ -236,19 +240,17 @@ class Scheduler:
                 request.prefix_computed = request.recomputed = request.suffix_done = 0
             self._leave_parent(document)
             self._drop_kv(document)
-            document.borrowed_tokens = document.retained_tokens = 0
+            document.borrowed_tokens = document.retained_tokens = document.last_pass = 0
         self._ready.clear()
         self._fresh = deque(waiting)
         self.num_fresh_tokens = sum(len(document.ids) for document in waiting)
 
-    def abandon(self, lost: Pass | None = None) -> None:
+    def abandon(self) -> None:
         """Drops everything: after an error, an interruption, or an early end. Only the pool keeps pages.
 
-        Args:
-            lost: a pass that was packed and did not complete; its rows are wasted.
+        The rows of passes in flight are wasted.
         """
-        for request in lost.answered if lost is not None else ():
-            self.ledgers[request.stage].wasted += request.prefix_computed + request.num_own_tokens
+        self._drop_passes()
         self._drop_requests()
         for document in list(self._documents.values()):
             self._forget(document)
@@ -301,15 +303,42 @@ class Scheduler:
             request = document.requests[0]
             spans = request.num_own_tokens > self.token_budget
             if is_first and document.table is not None and self._outgrows(document.table, request):
-                self._park(document, SCHEDULED)
+                if not self._is_in_flight(document):
+                    self._park(document, SCHEDULED)
                 return
             reframes = len(request.frame) > 0 and request.frame is not document.frame
             if ((spans or reframes) and not is_first) or not self._place(packing, document, request):
                 return
             packing.read(document.requests.popleft())
+            self._book_reuse(document, request)
             if spans:
                 return
             is_first = False
+
+    def _book_reuse(self, document: Document, request: Request) -> None:
+        """Notes where the prefix of a request in a pass came from; a suffix that was written is dropped."""
+        reused = request.prefix_tokens - request.prefix_computed
+        request.reused_borrowed = min(document.borrowed_tokens, reused)
+        held = self._held_tokens(document, request)
+        request.reused_retained = min(held, reused - request.reused_borrowed)
+        document.retained_tokens = document.borrowed_tokens = 0
+        document.operator = request.operator
+        if document.table is not None and request.suffix_done:
+            document.table.rewind(request.prefix_tokens)
+
+    def _held_tokens(self, document: Document, request: Request) -> int:
+        """Tokens of a document that another operator or query left to a request.
+
+        What an operator kept while it waited for answers is its own, in the pool or not: which documents
+        wait, and how long, depends on the passes.
+        """
+        if document.operator is None or request.operator is None or not self.keeps_after_release:
+            return document.retained_tokens
+        return 0 if document.operator == request.operator else len(document.ids)
+
+    def _is_in_flight(self, document: Document) -> bool:
+        """Whether a pass that is planned and not completed has rows of a document."""
+        return document.last_pass > self._num_completed
 
     def _spanning(self, num_suffix_tokens: int) -> int:
         """Tokens of a suffix that must be written because it does not fit one pass."""
@@ -404,6 +433,13 @@ class Scheduler:
 
     def _place(self, packing: Packing, document: Document, request: Request) -> bool:
         """Puts a request into the pass; True if its answer will be read in it."""
+        num_rows_before = packing.num_rows
+        is_read = self._place_rows(packing, document, request)
+        if packing.num_rows > num_rows_before:
+            document.last_pass = self._packed_pass
+        return is_read
+
+    def _place_rows(self, packing: Packing, document: Document, request: Request) -> bool:
         table = document.table
         if len(request.frame) and request.frame is not document.frame:
             self._set_frame(document, request.frame)
@@ -520,6 +556,12 @@ class Scheduler:
         else:
             self.pool.discard(document.ids)
         self._forget(document)
+
+    def _drop_passes(self) -> None:
+        """Takes back the passes in flight; their rows are wasted."""
+        for request in (request for planned in self._in_flight for request in planned.answered):
+            self.ledgers[request.stage].wasted += request.prefix_computed + request.num_own_tokens
+        self._in_flight.clear()
 
     def _drop_requests(self) -> None:
         """Takes all waiting requests out; what was run for them is wasted."""

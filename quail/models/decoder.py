@@ -8,14 +8,15 @@ that the same pass writes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from quail.execution.chunk import Chunk, Int64s
+from quail.execution.reads import Pending, Read
 from quail.kernels import attention, reference
 from quail.kernels.interface import HeadNorms, Kernels, Matrix, PageWrites
 from quail.kernels.reference import TorchKernels
@@ -24,6 +25,7 @@ from quail.kv.arena import KVArena
 from quail.kv.pages import PageArena
 from quail.models.config import DecoderConfig
 from quail.models.packed import PackedMatrices
+from quail.models.pending import pending_on
 
 MASS_VOCAB_ROWS = 2**14
 """Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays small."""
@@ -163,16 +165,23 @@ class Decoder:
         if isinstance(vocab_ids, slice):
             weight = weight[vocab_ids]
         elif vocab_ids is not None:
-            weight = weight.index_select(0, self._index(vocab_ids))
+            weight = weight.index_select(0, self.index(vocab_ids))
         return states @ weight.float().t()
+
+    def give_back(self) -> None:
+        """Lets go of the buffers of passes; the next pass makes them anew, as large as it needs."""
+        self._workspace = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _space(self, num_rows: int) -> Workspace:
         if self._workspace is None or self._workspace.num_rows < num_rows:
             self._workspace = Workspace(num_rows, self.config, self.dtype, self.device)
         return self._workspace
 
-    def _index(self, values: Int64s) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+    def index(self, values: Int64s) -> torch.Tensor:
+        """An array on the device. The host does not wait for the copy."""
+        return upload([values], self.device)[0]
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(t, head_dim / 2) cosines and sines, in float32."""
@@ -240,19 +249,32 @@ class PagedDecoder:
         """The accounting of the arena."""
         return self.arena.pages
 
+    def start(self, chunk: Chunk, reads: Sequence[Read]) -> Pending:
+        """Starts a pass, its answers computed and copied right behind it; on a CPU it is done when this
+        returns. Where a GPU's memory is short, the buffers of passes are given back.
+        """
+        try:
+            states = self.forward(chunk)
+            found = [
+                (self.answer_mass if read.is_mass else self.logits)(states, read.rows, read.vocab_ids)
+                for read in reads
+            ]
+            return pending_on(self.decoder.device, found)
+        except torch.OutOfMemoryError:
+            self.decoder.give_back()
+            raise
+
     def forward(self, chunk: Chunk) -> torch.Tensor:
         """(r, hidden) float32 states of the rows to read."""
         return self.decoder.forward(chunk, self.arena)
 
-    def logits(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
+    def logits(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> torch.Tensor:
         """(len(rows), len(vocab_ids)) float32 logits of some of the states."""
-        picked = states.index_select(0, torch.from_numpy(rows).to(states.device))
-        found: npt.NDArray[np.float32] = self.decoder.head(picked, vocab_ids).cpu().numpy()
-        return found
+        return self.decoder.head(states.index_select(0, self.decoder.index(rows)), vocab_ids)
 
-    def answer_mass(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> npt.NDArray[np.float32]:
+    def answer_mass(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> torch.Tensor:
         """(len(rows),) share of the probability that some vocabulary rows hold; over the whole vocabulary."""
-        picked = states.index_select(0, torch.from_numpy(rows).to(states.device))
+        picked = states.index_select(0, self.decoder.index(rows))
         size = self.decoder.config.vocab_size
         pieces = [
             self.decoder.head(picked, slice(start, start + MASS_VOCAB_ROWS)).logsumexp(dim=1)
@@ -260,5 +282,4 @@ class PagedDecoder:
         ]
         whole = torch.stack(pieces).logsumexp(dim=0)
         wanted = self.decoder.head(picked, np.unique(vocab_ids)).logsumexp(dim=1)
-        found: npt.NDArray[np.float32] = (wanted - whole).exp().cpu().numpy()
-        return found
+        return (wanted - whole).exp()

@@ -6,8 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from quail.config import EngineConfig
-from quail.cost.budgets import available_bytes, default_limit_bytes
+from quail.cost.budgets import available_bytes, size_words
 from quail.cost.device import rates_of
+from quail.cost.grants import DeviceMemory, Grant, device_grant, host_grant
 from quail.cost.roofline import Rates
 from quail.errors import ConfigError
 from quail.kernels.build import has_tiles
@@ -37,6 +38,29 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Memory of a CUDA device; what torch holds for this process without use counts as free."""
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return DeviceMemory(free_bytes + unused_bytes, total_bytes)
+
+
+def grant_of(device: torch.device) -> Grant:
+    """What a session may take of a device's memory now; `mps` shares the host's."""
+    return device_grant(device_memory(device)) if device.type == "cuda" else host_grant()
+
+
+def _memory_words(device: torch.device) -> str:
+    grant = grant_of(device)
+    return f"{grant.limit_bytes / 2**30:.1f} GiB of " + (
+        size_words(device_memory(device).free_bytes)
+        if device.type == "cuda"
+        else f"{available_bytes() / 2**30:.1f}"
+    )
+
+
 def dtype_of(name: str, device: torch.device, kernels: KernelChoice) -> torch.dtype:
     """The dtype of a configuration on a device."""
     import torch
@@ -47,12 +71,22 @@ def dtype_of(name: str, device: torch.device, kernels: KernelChoice) -> torch.dt
 def dtype_name(name: str, device_type: str, kernels: KernelChoice) -> str:
     """`auto` is bfloat16 where that is faster, else float32.
 
-    It is faster on GPUs, on CPUs with matrix tiles (AMX), and where the native kernels multiply bfloat16
-    rows. By torch alone, without tiles, bfloat16 products took twice as long as float32 ones (measured).
+    It is faster on GPUs that have it (compute capability 8.0), on CPUs with matrix tiles (AMX), and where the
+    native kernels multiply bfloat16 rows. By torch alone, without tiles, bfloat16 products took twice as long
+    as float32 ones (measured).
     """
+    if name == "auto" and device_type == "cuda":
+        return "bfloat16" if _has_bfloat16() else "float32"
     if name == "auto":
         return "bfloat16" if device_type != "cpu" or has_tiles() or kernels.multiplies else "float32"
     return name
+
+
+def _has_bfloat16() -> bool:
+    """Whether the CUDA device multiplies bfloat16 itself; torch imitates it slowly on older ones."""
+    import torch
+
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str, str]:
@@ -75,7 +109,7 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
         "dtype": dtype_word(dtype) + (" (chosen)" if config.dtype == "auto" else ""),
         "threads": str(config.threads or torch.get_num_threads()),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "memory for a session": f"{default_limit_bytes() / 2**30:.1f} GiB of {available_bytes() / 2**30:.1f}",
+        "memory for a session": _memory_words(device),
     }
     if with_rates:
         for each in (torch.float32, torch.bfloat16):

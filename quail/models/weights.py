@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,11 @@ _STORED_NAMES = {
     "torch.int8": "I8",
 }
 _SHOWN_NAMES = 8
+
+
+def num_weights(config: DecoderConfig) -> int:
+    """Elements of all tensors of a decoder, a tied head counted once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,7 +29,11 @@ def smallest_arena(
 
 
 class Driver:
-    """Every document gets every question in turn while `passes(document, question)` says so."""
+    """Every document gets every question in turn while `passes(document, question)` says so.
+
+    With a `depth` above 1 as many passes are planned before the first of them runs: what a pass planned ahead
+    reads wrongly, or what is given up too early, changes an answer.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,10 @@ class Driver:
         passes: Callable[[int, int], bool] = lambda d, q: True,
         shares: bool = False,
         page_tokens: int = 16,
+        depth: int = 1,
     ):
+        self.depth = depth
+        self.in_flight: deque = deque()
         self.tree = PrefixTree.build(documents, page_tokens) if shares else None
         self.documents, self.suffixes, self.passes = documents, suffixes, passes
         self.arena = PageArena(num_pages, page_tokens)
@@ -65,22 +73,25 @@ class Driver:
     def step(self, interrupt: Callable[[], None] = lambda: None) -> bool:
         planned = self.scheduler.next_pass()
         self.arena.check_integrity()
-        if planned is None:
+        if planned is None and not self.in_flight:
             return False
         if isinstance(planned, Failure):
             self.failures.append(planned)
             self.scheduler.fail(planned.request)
             self.arena.check_integrity()
             return True
-        assert len(planned.chunk) <= self.scheduler.token_budget
-        self.passes_run.append(planned)
-        self.pass_in_flight = planned
-        interrupt()
-        states = self.model.forward(planned.chunk)
-        self.scheduler.complete(planned)
-        self.pass_in_flight = None
+        if planned is not None:
+            assert len(planned.chunk) <= self.scheduler.token_budget
+            self.passes_run.append(planned)
+            self.in_flight.append(planned)
+            interrupt()
+            if len(self.in_flight) < self.depth:
+                return True
+        states = self.model.forward(self.in_flight[0].chunk)
+        self.scheduler.complete()
+        done = self.in_flight.popleft()
         self.arena.check_integrity()
-        for request, state in zip(planned.answered, states.tolist(), strict=True):
+        for request, state in zip(done.answered, states.tolist(), strict=True):
             pair = (request.document.handle, request.stage)
             assert pair not in self.answers, f"{pair} was answered twice"
             self.answers[pair] = state
@@ -91,6 +102,13 @@ class Driver:
                 self.scheduler.release([request.document.handle])
             self.arena.check_integrity()
         return True
+
+    def lose_passes(self) -> int:
+        """The passes in flight will not run; the rows of the last one. Their rows count as run, and wasted."""
+        num_rows = len(self.in_flight[-1].chunk)
+        self.model.rows_run += sum(len(lost.chunk) for lost in self.in_flight)
+        self.in_flight.clear()
+        return num_rows
 
     def submit_all(self) -> None:
         order = range(len(self.documents))

@@ -74,29 +74,46 @@ class TinyEngine:
             device=decoder.device,
         )
 
-    def run(
-        self, calls, feed, *, budget=512, pages=500, control=None, sharing=None, retain=False, pool_pages=None
+    def new_run(
+        self,
+        calls,
+        feed,
+        *,
+        budget=512,
+        pages=500,
+        control=None,
+        sharing=None,
+        retain=False,
+        pool=None,
+        depth=1,
+        wrapped=lambda model: model,
     ) -> RecordingRun:
-        model = PagedDecoder(self.decoder, self.arena(pages))
-        limits = Limits(budget, self.context_tokens)
-        retention = Retention(RetentionPool(model.pages, pages if pool_pages is None else pool_pages))
-        run = RecordingRun(
+        model = wrapped(PagedDecoder(self.decoder, self.arena(pages)))
+        pool = RetentionPool(model.pages, pages) if pool is None else pool
+        return RecordingRun(
             model,
             self.tokenizer,
             self.pieces,
-            limits,
+            Limits(budget, self.context_tokens, depth),
             calls,
             feed,
             control or RunControl(),
             sharing,
-            retention if retain else None,
+            Retention(pool) if retain else None,
         )
+
+    def run(self, calls, feed, *, pool_pages=None, **settings) -> RecordingRun:
+        run = self.new_run(calls, feed, **settings)
+        pool = run.scheduler.pool
+        if pool_pages is not None:
+            pool.cap_pages = pool_pages
+        pages = run.model.pages
         try:
             run.run()
         finally:
-            model.pages.check_integrity()
-            retention.pool.clear()
-            assert model.pages.num_free_pages == model.pages.num_pages, "pages are missing after the run"
+            pages.check_integrity()
+            pool.clear()
+            assert pages.num_free_pages == pages.num_pages, "pages are missing after the run"
         return run
 
     def prefix(self, text: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ from tests.engine.hash_model import HashModel, state_of
 class JoinDriver:
     """Asks every (anchor, stage, partner); all partners of an anchor at once, `wave` of them at a time."""
 
-    def __init__(self, anchors, frames, partners, *, pages, budget, wave=10**9, pool_pages=0, after=False):
+    def __init__(
+        self, anchors, frames, partners, *, pages, budget, wave=10**9, pool_pages=0, after=False, depth=1
+    ):
+        self.depth, self.in_flight = depth, deque()
         self.anchors, self.frames, self.partners, self.wave = anchors, frames, partners, wave
         self.arena = PageArena(pages)
         self.model = HashModel(pages)
@@ -53,14 +57,19 @@ class JoinDriver:
             )
 
     def drain(self) -> None:
-        while (planned := self.scheduler.next_pass()) is not None:
+        while (planned := self.scheduler.next_pass()) is not None or self.in_flight:
             self.arena.check_integrity()
             assert not isinstance(planned, Failure), planned
-            states = self.model.forward(planned.chunk)
-            self.scheduler.complete(planned)
+            if planned is not None:
+                self.in_flight.append(planned)
+                if len(self.in_flight) < self.depth:
+                    continue
+            states = self.model.forward(self.in_flight[0].chunk)
+            self.scheduler.complete()
+            done = self.in_flight.popleft()
             self.arena.check_integrity()
             self.num_passes += 1
-            for request, state in zip(planned.answered, states.tolist(), strict=True):
+            for request, state in zip(done.answered, states.tolist(), strict=True):
                 triple = (request.document.handle, request.stage, request.key)
                 assert triple not in self.answers
                 self.answers[triple] = state
@@ -117,34 +126,39 @@ lengths = st.lists(st.integers(0, 40), min_size=1, max_size=4)
     st.integers(0, 20),
     st.integers(1, 4),
     st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
 )
-def test_random_joins_never_read_wrong_kv(anchors, frames, partners, budget, spare, pool, wave, seed):
+def test_random_joins_never_read_wrong_kv(anchors, frames, partners, budget, spare, pool, wave, seed, depth):
     rng = np.random.default_rng(seed)
     documents = [[ids_of(rng, n, vocab=3) for n in group] for group in (anchors, frames, partners)]
     pages = smallest(*documents, budget) + spare
-    driver = JoinDriver(*documents, pages=pages, budget=budget, wave=wave, pool_pages=min(pool, pages))
+    driver = JoinDriver(
+        *documents, pages=pages, budget=budget, wave=wave, pool_pages=min(pool, pages), depth=depth
+    )
     for stage in range(len(frames)):
         driver.run_stage(stage, keep=stage + 1 < len(frames))
     driver.finish()
     assert len(driver.answers) == len(anchors) * len(frames) * len(partners)
 
 
-def test_every_tiny_join():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_tiny_join(depth):
     rng = np.random.default_rng(1)
     for number, (a, b, p, q) in enumerate(itertools.product((0, 1, 15, 16, 17), (1, 16), (1, 5), (3, 17))):
         documents = ([ids_of(rng, a), ids_of(rng, b)], [ids_of(rng, 4)], [ids_of(rng, p), ids_of(rng, q)])
         budget = (2, 8, 16, 64)[number % 4]
-        driver = JoinDriver(*documents, pages=smallest(*documents, budget), budget=budget)
+        driver = JoinDriver(*documents, pages=smallest(*documents, budget), budget=budget, depth=depth)
         driver.run_stage(0, keep=False)
         driver.finish()
         assert len(driver.answers) == 4
 
 
-def test_two_stages_at_once_on_one_anchor_do_not_mix_their_frames():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_stages_at_once_on_one_anchor_do_not_mix_their_frames(depth):
     rng = np.random.default_rng(2)
     anchors, frames = [ids_of(rng, 37)], [ids_of(rng, 5), ids_of(rng, 9)]
     partners = [ids_of(rng, n) for n in (3, 20, 4)]
-    driver = JoinDriver(anchors, frames, partners, pages=10, budget=200)
+    driver = JoinDriver(anchors, frames, partners, pages=10, budget=200, depth=depth)
     for stage, some in ((0, [0, 1]), (1, [2, 0]), (0, [2]), (1, [1])):
         driver.submit(0, stage, some, True)
     driver.drain()

@@ -115,7 +115,7 @@ def test_branches_never_read_wrong_kv(labels, length, suffix_length, budget, kee
     while (planned := scheduler.next_pass()) is not None:
         states = model.forward(planned.chunk)
         arena.check_integrity()
-        scheduler.complete(planned)
+        scheduler.complete()
         assert len(planned.chunk) <= budget
         for request, first in zip(planned.answered, planned.first_reads, strict=True):
             found = states[first : first + 1 + len(request.branches)].tolist()

@@ -81,16 +81,24 @@ def test_random_sets_share_the_optimum(part):
         assert sum(tree.shared) == optimum(documents, page), (documents, page)
 
 
-def run_shared(documents, suffixes, *, pages, budget, page=16, passes=lambda d, q: True) -> Driver:
+def run_shared(documents, suffixes, *, pages, budget, page=16, passes=lambda d, q: True, depth=1) -> Driver:
     driver = Driver(
-        documents, suffixes, num_pages=pages, budget=budget, passes=passes, shares=True, page_tokens=page
+        documents,
+        suffixes,
+        num_pages=pages,
+        budget=budget,
+        passes=passes,
+        shares=True,
+        page_tokens=page,
+        depth=depth,
     )
     driver.run()
     assert not driver.failures
     return driver
 
 
-def test_every_small_set_runs_right_on_the_tightest_arena():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_small_set_runs_right_on_the_tightest_arena(depth):
     rng = np.random.default_rng(0)
     words = [np.array(w, dtype=np.int32) for n in range(5) for w in itertools.product((0, 1), repeat=n)]
     suffixes = [ids_of(rng, 2), ids_of(rng, 1)]
@@ -100,9 +108,9 @@ def test_every_small_set_runs_right_on_the_tightest_arena():
         budget = (2, 3, 5, 16)[number % 4]
         questions = suffixes[: 1 + number % 2]
         pages = smallest_arena(documents, questions, budget, 2)
-        driver = run_shared(documents, questions, pages=pages, budget=budget, page=2)
+        driver = run_shared(documents, questions, pages=pages, budget=budget, page=2, depth=depth)
         assert len(driver.answers) == 3 * len(questions)
-        ample = run_shared(documents, questions, pages=pages + 20, budget=budget, page=2)
+        ample = run_shared(documents, questions, pages=pages + 20, budget=budget, page=2, depth=depth)
         computed = sum(map(len, documents)) - optimum([d.tolist() for d in documents], 2)
         assert ample.scheduler.ledger.computed == computed + 3 * sum(map(len, questions))
         assert ample.scheduler.ledger.recomputed == 0
@@ -120,8 +128,9 @@ families = st.lists(
     st.integers(1, 80),
     st.integers(0, 15),
     st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
 )
-def test_random_families_never_read_wrong_kv(members, suffix_lengths, budget, spare, seed):
+def test_random_families_never_read_wrong_kv(members, suffix_lengths, budget, spare, seed, depth):
     rng = np.random.default_rng(seed)
     trunks = [ids_of(rng, 60, vocab=3) for _ in range(4)]
     documents = [np.concatenate([trunks[t][:n], ids_of(rng, extra, vocab=3)]) for t, n, extra in members]
@@ -129,7 +138,12 @@ def test_random_families_never_read_wrong_kv(members, suffix_lengths, budget, sp
     passing = rng.random((len(documents), len(suffixes))) < 0.7
     pages = smallest_arena(documents, suffixes, budget) + spare
     driver = run_shared(
-        documents, suffixes, pages=pages, budget=budget, passes=lambda d, q: bool(passing[d, q])
+        documents,
+        suffixes,
+        pages=pages,
+        budget=budget,
+        passes=lambda d, q: bool(passing[d, q]),
+        depth=depth,
     )
     expected = {(d, q) for d in range(len(documents)) for q in range(len(suffixes)) if passing[d, :q].all()}
     assert set(driver.answers) == expected
@@ -150,12 +164,13 @@ def test_a_deep_chain_of_snapshots(budget, ample):
     assert len(driver.answers) == 200
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_a_wide_fan_computes_its_beginning_once(budget):
+def test_a_wide_fan_computes_its_beginning_once(budget, depth):
     rng = np.random.default_rng(2)
     start = ids_of(rng, 320)
     documents = [np.concatenate([start, [60 + d], ids_of(rng, 20)]).astype(np.int32) for d in range(1000)]
-    driver = run_shared(documents, [ids_of(rng, 5)], pages=200, budget=budget)
+    driver = run_shared(documents, [ids_of(rng, 5)], pages=200, budget=budget, depth=depth)
     assert driver.scheduler.ledger.computed == 320 + 1000 * (21 + 5)
     assert driver.scheduler.ledger.reused_prefix == 999 * 320
 
@@ -219,7 +234,8 @@ def test_pages_on_loan_give_way_and_are_computed_again():
     assert driver.scheduler.ledger.reused_prefix == 0
 
 
-def test_interruptions_with_sharing_give_all_pages_back():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_interruptions_with_sharing_give_all_pages_back(depth):
     class Stop(Exception):
         pass
 
@@ -228,7 +244,7 @@ def test_interruptions_with_sharing_give_all_pages_back():
     documents = [np.concatenate([trunk[: int(n)], ids_of(rng, 5)]) for n in rng.integers(1, 70, 12)]
     suffixes = [ids_of(rng, n) for n in (3, 25)]
     for stop_at in range(50):
-        driver = Driver(documents, suffixes, num_pages=9, budget=20, shares=True)
+        driver = Driver(documents, suffixes, num_pages=9, budget=20, shares=True, depth=depth)
         count = itertools.count()
 
         def interrupt(count=count, stop_at=stop_at):
@@ -240,7 +256,7 @@ def test_interruptions_with_sharing_give_all_pages_back():
             while driver.step(interrupt):
                 pass
         except Stop:
-            driver.scheduler.abandon(driver.pass_in_flight)
-            driver.model.rows_run += len(driver.pass_in_flight.chunk)
+            driver.scheduler.abandon()
+            driver.lose_passes()
         driver.arena.check_integrity()
         driver.check_end()

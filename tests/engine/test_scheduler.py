@@ -18,15 +18,16 @@ from tests.engine.driver import Driver, ids_of, smallest_arena
 from tests.engine.hash_model import HashModel, state_of
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_questions", [1, 2, 3])
-def test_every_pair_of_lengths_on_the_tightest_arena(num_questions):
+def test_every_pair_of_lengths_on_the_tightest_arena(num_questions, depth):
     rng = np.random.default_rng(num_questions)
     suffixes = [ids_of(rng, length) for length in (3, 18, 1)[:num_questions]]
     for first, second in itertools.product(range(0, 41), range(-1, 41)):
         documents = [ids_of(rng, length) for length in (first, second) if length >= 0]
         budget = (7, 19, 64)[(first + second) % 3]
         pages = smallest_arena(documents, suffixes, budget)
-        driver = Driver(documents, suffixes, num_pages=pages, budget=budget)
+        driver = Driver(documents, suffixes, num_pages=pages, budget=budget, depth=depth)
         driver.run()
         assert len(driver.answers) == len(documents) * num_questions, f"lengths {first}, {second}"
         assert not driver.failures
@@ -38,20 +39,26 @@ cases = st.tuples(
     st.integers(1, 90),
     st.integers(0, 12),
     st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
 )
 
 
 @settings(max_examples=1000, deadline=None)
 @given(cases)
 def test_random_corpora_never_read_wrong_kv(case):
-    lengths, suffix_lengths, budget, spare_pages, seed = case
+    lengths, suffix_lengths, budget, spare_pages, seed, depth = case
     rng = np.random.default_rng(seed)
     documents = [ids_of(rng, n, vocab=3) for n in lengths]
     suffixes = [ids_of(rng, n, vocab=3) for n in suffix_lengths]
     passing = rng.random((len(documents), len(suffixes))) < 0.7
     pages = smallest_arena(documents, suffixes, budget) + spare_pages
     driver = Driver(
-        documents, suffixes, num_pages=pages, budget=budget, passes=lambda d, q: bool(passing[d, q])
+        documents,
+        suffixes,
+        num_pages=pages,
+        budget=budget,
+        passes=lambda d, q: bool(passing[d, q]),
+        depth=depth,
     )
     driver.run()
     expected = {(d, q) for d in range(len(documents)) for q in range(len(suffixes)) if passing[d, :q].all()}
@@ -118,13 +125,14 @@ def test_idle_kv_gives_way_and_is_computed_again():
         scheduler.add(document)
         scheduler.submit(Request(document, 0, document.handle, suffix, 40))
     for _ in range(3):
-        planned = scheduler.next_pass()
-        scheduler.complete(planned)
+        scheduler.next_pass()
+        scheduler.complete()
         arena.check_integrity()
     assert scheduler.next_pass() is None
     assert [d.ids in pool for d in documents] == [False, False, True]
     scheduler.submit(Request(documents[0], 1, 0, suffix, 40))
-    scheduler.complete(scheduler.next_pass())
+    scheduler.next_pass()
+    scheduler.complete()
     assert scheduler.ledger.recomputed == 40
     assert scheduler.repeated == Work(tokens=40, pairs=40 * 41 / 2)
     scheduler.ledger.check()
@@ -132,7 +140,8 @@ def test_idle_kv_gives_way_and_is_computed_again():
     assert arena.num_free_pages == 4
 
 
-def test_pages_are_back_after_an_interruption_at_any_step():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_are_back_after_an_interruption_at_any_step(depth):
     class Stop(Exception):
         pass
 
@@ -140,7 +149,7 @@ def test_pages_are_back_after_an_interruption_at_any_step():
     documents = [ids_of(rng, int(n)) for n in rng.integers(1, 80, 12)]
     suffixes = [ids_of(rng, n) for n in (3, 25, 4)]
     for stop_at in range(60):
-        driver = Driver(documents, suffixes, num_pages=9, budget=20)
+        driver = Driver(documents, suffixes, num_pages=9, budget=20, depth=depth)
         count = itertools.count()
 
         def interrupt(count=count, stop_at=stop_at):
@@ -153,8 +162,8 @@ def test_pages_are_back_after_an_interruption_at_any_step():
             while driver.step(interrupt):
                 pass
         except Stop:
-            driver.scheduler.abandon(driver.pass_in_flight)
-            driver.model.rows_run += len(driver.pass_in_flight.chunk)
+            driver.scheduler.abandon()
+            driver.lose_passes()
             driver.arena.check_integrity()
         driver.check_end()
     assert next(count) < 60, "the sweep never reached the end of the run"
@@ -173,7 +182,7 @@ def test_a_shorter_prefix_reads_the_same_pages():
     num_answers = 0
     while (planned := scheduler.next_pass()) is not None:
         states = model.forward(planned.chunk)
-        scheduler.complete(planned)
+        scheduler.complete()
         for request, state in zip(planned.answered, states.tolist(), strict=True):
             assert state == state_of(np.concatenate([document.ids[: request.prefix_tokens], request.suffix]))
             num_answers += 1

@@ -10,6 +10,7 @@ import quail
 from quail.config import EngineConfig
 from quail.cost import device
 from quail.cost.budgets import ModelShape
+from quail.cost.gpus import CARDS, assumed_rates
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
 from quail.execution import runner
@@ -143,10 +144,11 @@ def test_rates_that_are_known_without_measuring(tmp_path, monkeypatch):
     names = {"NVIDIA H200": "H200", "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "Some Card 9": None}
     for name, key in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        known = device.known_rates(cuda, torch.bfloat16, tmp_path, kernels)
-        assert known == (device.GPU_RATES[key] if key else None)
-        assert device.known_rates(cuda, torch.float32, tmp_path, kernels) is None
-        assert device.rates_of(cuda, torch.float32, tmp_path, kernels) == (known or device.GPU_RATES["A100"])
+        for dtype in (torch.bfloat16, torch.float32):
+            word = str(dtype).removeprefix("torch.")
+            known = device.known_rates(cuda, dtype, tmp_path, kernels)
+            assert known == (CARDS[key].rates(word) if key else None)
+            assert device.rates_of(cuda, dtype, tmp_path, kernels) == (known or assumed_rates(word))
     assert device.known_rates(torch.device("mps"), torch.float32, tmp_path, kernels) is None
 
 

@@ -62,6 +62,7 @@ ROOMS = (
     ("cost.device",),
     ("kernels",),
     ("cost",),
+    ("execution.reads",),
     ("kv",),
     ("execution.asks", "execution.chunk", "execution.ledger"),
     ("sources",),

@@ -13,6 +13,7 @@ import torch
 import quail
 from quail.execution.audit import Audit, _number_of
 from quail.execution.chunk import Chunk
+from quail.execution.reads import AnsweringAtOnce
 from tests.models.tiny import make_tiny
 
 FILTERS = """
@@ -53,7 +54,7 @@ def session(folder: Path) -> Iterator[quail.Session]:
         yield made
 
 
-class Forgetful:
+class Forgetful(AnsweringAtOnce):
     """A model whose answers are wrong wherever they read KV from pages."""
 
     def __init__(self, right: Any, by: float = 1.05) -> None:
@@ -70,6 +71,12 @@ class Forgetful:
             if segments.paged_tokens[segment]:
                 states[place] *= self._by
         return states
+
+    def logits(self, *arguments: Any) -> Any:
+        return self._right.logits(*arguments).numpy()
+
+    def answer_mass(self, *arguments: Any) -> Any:
+        return self._right.answer_mass(*arguments).numpy()
 
 
 @pytest.mark.parametrize("statement", [FILTERS, CLASSES, PAIRS], ids=["filters", "classes", "pairs"])

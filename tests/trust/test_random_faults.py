@@ -31,7 +31,7 @@ class Shaky(PageArena):
         return False if self._fails() else super().extend(*arguments, **named)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), min_size=1, max_size=8),
     st.integers(64, 200),
@@ -41,14 +41,15 @@ class Shaky(PageArena):
     st.booleans(),
     st.booleans(),
     st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
 )
-def test_random_faults(parts, budget, spare, failing, lost, raises, shares, seed):
+def test_random_faults(parts, budget, spare, failing, lost, raises, shares, seed, depth):
     rng = np.random.default_rng(seed)
     stems = [ids_of(rng, 16 * n, vocab=3) for n in range(4)]
     documents = [np.concatenate([stems[stem], ids_of(rng, n + 1, vocab=3)]) for stem, n in parts]
     suffixes = [ids_of(rng, n) for n in (3, 9, 2)]
     pages = smallest_arena(documents, suffixes, 64) + spare
-    driver = Driver(documents, suffixes, num_pages=pages, budget=budget, shares=shares)
+    driver = Driver(documents, suffixes, num_pages=pages, budget=budget, shares=shares, depth=depth)
     arena = driver.arena = Shaky(pages, failing, raises)
     driver.scheduler.pages = driver.scheduler.pool.pages = driver.scheduler._lending._pages = arena
     passes = iter(range(1000))
@@ -63,9 +64,7 @@ def test_random_faults(parts, budget, spare, failing, lost, raises, shares, seed
             if not driver.step(interrupt):
                 break
         except BufferError:
-            chunk = driver.pass_in_flight.chunk
-            driver.model.rows_run += len(chunk)
-            driver.scheduler.start_over(driver.pass_in_flight, max(64, len(chunk) // 2))
+            driver.scheduler.start_over(max(64, driver.lose_passes() // 2))
             arena.check_integrity()
         except MemoryError:
             driver.scheduler.abandon()

@@ -12,6 +12,7 @@ import pytest
 import quail
 from quail.execution.chunk import Chunk
 from quail.execution.error_log import ERROR_SCHEMA, MOST_LISTED, ErrorLog
+from quail.execution.reads import AnsweringAtOnce
 from quail.execution.run import Limits
 from quail.execution.runner import Engine
 from quail.execution.stages import compile_stage
@@ -49,7 +50,7 @@ class Brittle:
         return self._right.encode_plain(items)
 
 
-class SumModel:
+class SumModel(AnsweringAtOnce):
     """Says TRUE where the ids of the prompt sum to an odd number."""
 
     def __init__(self, tokenizer: Brittle) -> None:

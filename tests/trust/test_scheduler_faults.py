@@ -18,6 +18,7 @@ from tests.engine.hash_model import HashModel, state_of
 from tests.engine.test_joins import JoinDriver
 from tests.trust.faults import every, fail_in_pages, only, raising, refuse_pages
 
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 SHARING = pytest.mark.parametrize("shares", [False, True], ids=["apart", "sharing"])
 
 
@@ -29,7 +30,7 @@ def corpus(seed: int, *, num: int = 14) -> list[np.ndarray]:
     return [np.concatenate([common[:34], d]) if number % 2 else d for number, d in enumerate(documents)]
 
 
-def chain(seed: int, *, budget: int, pages: int, shares: bool) -> Driver:
+def chain(seed: int, *, budget: int, pages: int, shares: bool, depth: int = 1) -> Driver:
     rng = np.random.default_rng(seed)
     suffixes = [ids_of(rng, n) for n in (3, 25, 4)]
     return Driver(
@@ -39,6 +40,7 @@ def chain(seed: int, *, budget: int, pages: int, shares: bool) -> Driver:
         budget=budget,
         shares=shares,
         passes=lambda d, q: (d + q) % 3 > 0,
+        depth=depth,
     )
 
 
@@ -53,13 +55,14 @@ def expected_pairs(driver: Driver) -> set[tuple[int, int]]:
 
 
 @SHARING
+@DEPTHS
 @pytest.mark.parametrize("budget", [20, 64, 512])
 @pytest.mark.parametrize("step", [2, 3, 5, 7])
 def test_an_arena_that_refuses_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, step: int, budget: int, shares: bool
+    monkeypatch: pytest.MonkeyPatch, step: int, budget: int, shares: bool, depth: int
 ) -> None:
     refuse_pages(monkeypatch, every(step))
-    driver = chain(step, budget=budget, pages=30, shares=shares)
+    driver = chain(step, budget=budget, pages=30, shares=shares, depth=depth)
     driver.run()
     lost = {(f.request.document.handle, f.request.stage) for f in driver.failures}
     reached = expected_pairs(driver)
@@ -69,9 +72,12 @@ def test_an_arena_that_refuses_now_and_then(
 
 
 @SHARING
+@DEPTHS
 @pytest.mark.parametrize("number", range(1, 15))
-def test_an_arena_that_raises_at_any_call(monkeypatch: pytest.MonkeyPatch, number: int, shares: bool) -> None:
-    driver = chain(number, budget=48, pages=14, shares=shares)
+def test_an_arena_that_raises_at_any_call(
+    monkeypatch: pytest.MonkeyPatch, number: int, shares: bool, depth: int
+) -> None:
+    driver = chain(number, budget=48, pages=14, shares=shares, depth=depth)
     with monkeypatch.context() as patch:
         faults = fail_in_pages(patch, only(number), raising(MemoryError))
         driver.submit_all()
@@ -87,11 +93,12 @@ def test_an_arena_that_raises_at_any_call(monkeypatch: pytest.MonkeyPatch, numbe
 
 
 @SHARING
+@DEPTHS
 @pytest.mark.parametrize("budget", [96, 200, 4096])
-def test_a_pass_that_does_not_fit_is_run_again_in_smaller_ones(budget: int, shares: bool) -> None:
+def test_a_pass_that_does_not_fit_is_run_again_in_smaller_ones(budget: int, shares: bool, depth: int) -> None:
     stop_at, reached_end = 0, False
     while not reached_end:
-        driver = chain(stop_at, budget=budget, pages=40, shares=shares)
+        driver = chain(stop_at, budget=budget, pages=40, shares=shares, depth=depth)
         reached_end = not run_with_lost_pass(driver, lambda number, stop_at=stop_at: number == stop_at)
         driver.check_end()
         assert not driver.failures
@@ -101,8 +108,9 @@ def test_a_pass_that_does_not_fit_is_run_again_in_smaller_ones(budget: int, shar
 
 
 @SHARING
-def test_every_second_pass_that_does_not_fit(shares: bool) -> None:
-    driver = chain(3, budget=4096, pages=40, shares=shares)
+@DEPTHS
+def test_every_second_pass_that_does_not_fit(shares: bool, depth: int) -> None:
+    driver = chain(3, budget=4096, pages=40, shares=shares, depth=depth)
     assert run_with_lost_pass(driver, lambda number: number % 2 == 0 and number < 12)
     driver.check_end()
     assert set(driver.answers) == expected_pairs(driver)
@@ -124,9 +132,7 @@ def run_with_lost_pass(driver: Driver, is_lost: Callable[[int], bool]) -> bool:
                 return lost
         except MemoryError:
             lost = True
-            chunk = driver.pass_in_flight.chunk
-            driver.model.rows_run += len(chunk)
-            driver.scheduler.start_over(driver.pass_in_flight, max(30, len(chunk) // 2))
+            driver.scheduler.start_over(max(30, driver.lose_passes() // 2))
             driver.arena.check_integrity()
             assert driver.arena.num_free_pages == driver.arena.num_pages, "a run that begins anew holds pages"
 
@@ -134,20 +140,31 @@ def run_with_lost_pass(driver: Driver, is_lost: Callable[[int], bool]) -> bool:
 # -- joins, with KV that is retained
 
 
-def join(seed: int, *, budget: int, pool: int = 12) -> JoinDriver:
+def join(seed: int, *, budget: int, pool: int = 12, depth: int = 1) -> JoinDriver:
     rng = np.random.default_rng(seed)
     anchors = [ids_of(rng, int(n), vocab=3) for n in rng.integers(1, 60, 6)]
     frames = [ids_of(rng, 9), ids_of(rng, 5)]
     partners = [ids_of(rng, int(n)) for n in rng.integers(1, 40, 5)]
-    return JoinDriver(anchors, frames, partners, pages=20, budget=budget, pool_pages=pool, after=True, wave=2)
+    return JoinDriver(
+        anchors,
+        frames,
+        partners,
+        pages=20,
+        budget=budget,
+        pool_pages=pool,
+        after=True,
+        wave=2,
+        depth=depth,
+    )
 
 
+@DEPTHS
 @pytest.mark.parametrize("budget", [64, 512])
 @pytest.mark.parametrize("number", range(1, 16))
 def test_joins_go_on_after_an_arena_that_raised(
-    monkeypatch: pytest.MonkeyPatch, number: int, budget: int
+    monkeypatch: pytest.MonkeyPatch, number: int, budget: int, depth: int
 ) -> None:
-    driver = join(number, budget=budget)
+    driver = join(number, budget=budget, depth=depth)
     with monkeypatch.context() as patch:
         fail_in_pages(patch, only(number), raising(MemoryError))
         try:
@@ -156,6 +173,7 @@ def test_joins_go_on_after_an_arena_that_raised(
         except MemoryError:
             pass
         driver.scheduler.abandon()
+        driver.in_flight.clear()
     driver.arena.check_integrity()
     assert driver.arena.num_live_pages == 0
     driver.answers.clear()
@@ -166,33 +184,27 @@ def test_joins_go_on_after_an_arena_that_raised(
     assert len(driver.answers) == 6 * 2 * 5
 
 
+@DEPTHS
 @pytest.mark.parametrize("lost_at", range(14))
-def test_joins_run_again_in_smaller_passes(lost_at: int) -> None:
-    driver = join(lost_at, budget=256)
-    forward, count = driver.model.forward, itertools.count()
+def test_joins_run_again_in_smaller_passes(lost_at: int, depth: int) -> None:
+    driver = join(lost_at, budget=256, depth=depth)
+    forward, count, drain = driver.model.forward, itertools.count(), driver.drain
 
     def failing(chunk: object) -> np.ndarray:
         if next(count) == lost_at:
             raise MemoryError
         return forward(chunk)
 
-    def drain() -> None:
-        while (planned := driver.scheduler.next_pass()) is not None:
-            assert not isinstance(planned, Failure)
-            try:
-                states = failing(planned.chunk)
-            except MemoryError:
-                driver.scheduler.start_over(planned, 64)
-                driver.arena.check_integrity()
-                continue
-            driver.scheduler.complete(planned)
+    def drain_again() -> None:
+        try:
+            drain()
+        except MemoryError:
+            driver.in_flight.clear()
+            driver.scheduler.start_over(64)
             driver.arena.check_integrity()
-            for request, state in zip(planned.answered, states.tolist(), strict=True):
-                parts = [request.document.ids, request.frame, request.suffix]
-                assert state == state_of(np.concatenate(parts))
-                driver.answers[request.document.handle, request.stage, request.key] = state
+            drain()
 
-    driver.drain = drain  # type: ignore[method-assign]
+    driver.model.forward, driver.drain = failing, drain_again  # type: ignore[method-assign]
     for stage in (0, 1):
         driver.run_stage(stage, keep=stage == 0)
     driver.scheduler.finish()
@@ -231,10 +243,10 @@ def test_label_trees_run_again_in_smaller_passes(lost_at: int) -> None:
             break
         assert not isinstance(planned, Failure)
         if number == lost_at:
-            scheduler.start_over(planned, 32)
+            scheduler.start_over(32)
             continue
         states = model.forward(planned.chunk)
-        scheduler.complete(planned)
+        scheduler.complete()
         arena.check_integrity()
         for request, first in zip(planned.answered, planned.first_reads, strict=True):
             found = states[first : first + 1 + len(tree.branches)].tolist()
