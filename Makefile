@@ -5,7 +5,7 @@ RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test slow check sanitize bench bench-quality bench-peers bench-curves format clean
+.PHONY: demo test slow check sanitize bench bench-quality bench-peers bench-curves bench-gpu format clean
 
 demo: $(RUNTIME)
 	$(BIN)/quail demo
@@ -40,6 +40,10 @@ bench-peers: $(DEV)
 
 bench-curves: $(DEV)
 	$(BIN)/python -m benchmarks curves $(ARGS)
+
+# What a CUDA device reaches (docs/gpu.md); without one it says so. ARGS="4B" measures one shape beside the default.
+bench-gpu: $(DEV)
+	$(BIN)/python -m benchmarks gpu $(ARGS)
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -4,6 +4,7 @@ python -m benchmarks [documents] [filters] [joins] [pairs] [quality] [sharing] [
 python -m benchmarks peers …     beside other engines (`--help` says how)
 python -m benchmarks curves …    Quail's cost as sizes grow
 python -m benchmarks profile …   where the time of a run goes, operator by operator
+python -m benchmarks gpu …       what a CUDA device reaches
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ def main() -> int:
         from benchmarks import curves
 
         return curves.main(sys.argv[2:])
+    if sys.argv[1:2] == ["gpu"]:
+        from benchmarks import gpu
+
+        return gpu.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured side by side.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)} (default filters)")
     parser.add_argument("--documents", type=int, default=100, help="filters: texts of 300 tokens (100)")
