@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quail.cost.gpus import assumed_rates, own_rates, rates_of_card
+from quail.cost.gpus import SourcedRates, own_rates, rates_of_card
 from quail.cost.roofline import NORM_MOVES, Rates
 
 if TYPE_CHECKING:
@@ -21,19 +21,52 @@ ASSUMED = Rates(matmul_flops=1.5e11, attention_flops=5e10, memory_bytes=5e9)
 """Rates of a small CPU, where nothing was measured yet."""
 
 
-def table_rates(device: torch.device, dtype: str, cache_dir: Path) -> Rates:
-    """Rates of a GPU by its name, those of `gpus.assumed_rates` where it is not known; `ASSUMED` of other
-    devices that are not CPUs.
+def gpu_rates(device: torch.device, dtype: str, cache_dir: Path) -> SourcedRates:
+    """Rates of a device that is not a CPU: of a CUDA device by its name, `ASSUMED` of others.
+
+    Raises:
+        ConfigError: the user's file of rates is not what it should be.
     """
     if device.type != "cuda":
-        return ASSUMED
-    return _known_gpu(device, dtype, cache_dir) or assumed_rates(dtype)
-
-
-def _known_gpu(device: torch.device, dtype: str, cache_dir: Path) -> Rates | None:
+        return SourcedRates(ASSUMED, f"assumed: nothing is known of {device.type}", is_known=False)
     import torch
 
     return rates_of_card(torch.cuda.get_device_name(device), dtype, own_rates(cache_dir))
+
+
+class DeviceRates:
+    """Rates of the device of a session.
+
+    Those of a GPU are read when this is made, so that a fault in the user's file stops no query at its end.
+    Those of a CPU are read when they are asked for: they may be measured meanwhile.
+
+    Args:
+        device: where the model runs.
+        dtype: what it runs in.
+        cache_dir: where measured rates and the user's are kept.
+
+    Raises:
+        ConfigError: the user's file of rates is not what it should be.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, cache_dir: Path) -> None:
+        self._device, self._dtype, self._cache_dir = device, dtype, cache_dir
+        self._card = None if device.type == "cpu" else gpu_rates(device, _dtype_word(dtype), cache_dir)
+        self._found: Rates | None = None
+
+    def known(self, kernels: Kernels) -> Rates | None:
+        """As `known_rates`."""
+        if self._card is not None:
+            return self._card.known
+        return known_rates(self._device, self._dtype, self._cache_dir, kernels)
+
+    def found(self, kernels: Kernels) -> Rates:
+        """As `rates_of`; a CPU is measured at most once."""
+        if self._card is not None:
+            return self._card.rates
+        if self._found is None:
+            self._found = rates_of(self._device, self._dtype, self._cache_dir, kernels)
+        return self._found
 
 
 def rates_of(
@@ -49,7 +82,7 @@ def rates_of(
         again: measure even if it was.
     """
     if device.type != "cpu":
-        return table_rates(device, _dtype_word(dtype), cache_dir)
+        return gpu_rates(device, _dtype_word(dtype), cache_dir).rates
     path = _kept_at(cache_dir, dtype, kernels.name)
     kept = None if again else _read(path)
     if kept is not None:
@@ -61,9 +94,9 @@ def rates_of(
 
 def known_rates(device: torch.device, dtype: torch.dtype, cache_dir: Path, kernels: Kernels) -> Rates | None:
     """Rates of a device that are known: from a table or the user, or measured before. Measures nothing."""
-    if device.type == "cuda":
-        return _known_gpu(device, _dtype_word(dtype), cache_dir)
-    return _read(_kept_at(cache_dir, dtype, kernels.name)) if device.type == "cpu" else None
+    if device.type != "cpu":
+        return gpu_rates(device, _dtype_word(dtype), cache_dir).known
+    return _read(_kept_at(cache_dir, dtype, kernels.name))
 
 
 def _dtype_word(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ units, not in TF32. Nothing here was measured.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ ATTENTION_SHARE = 0.5
 OWN_RATES_FILE = "gpus.json"
 """In the folder `rates` of the cache folder: rates by (part of) a card's name, instead of the table's."""
 
-_LESSER = frozenset(("D", "LAPTOP", "MIG"))
-"""Words of names that say that it is less than the card of that name, or a part of it."""
+_OTHER = frozenset(("D", "GRID", "LAPTOP", "MAX", "MIG", "SUPER", "TI"))
+"""Words of names that say that it is not the card of that name: more, less, or a part of it."""
+
+_SLICE = re.compile(r"\d+[QCAB]|\d+CME")
+"""A word of names of virtual GPUs: gigabytes of memory and a profile, as in A10-4Q."""
 
 _FIELDS = ("matmul_flops", "attention_flops", "memory_bytes", "row_bytes")
 
@@ -44,6 +48,26 @@ class Card:
         """Rates in `bfloat16` or `float32`; None where the card lacks the first."""
         flops = self.bfloat16_flops if dtype == "bfloat16" else self.float32_flops
         return None if flops is None else Rates(flops, ATTENTION_SHARE * flops, self.memory_bytes)
+
+
+@dataclass(frozen=True)
+class SourcedRates:
+    """Rates of a GPU to plan with.
+
+    Attributes:
+        rates: operations and bytes a second.
+        source: where they come from, in words.
+        is_known: whether they are of this card; else they are of another, taken in its place.
+    """
+
+    rates: Rates
+    source: str
+    is_known: bool = True
+
+    @property
+    def known(self) -> Rates | None:
+        """The rates if they are of this card."""
+        return self.rates if self.is_known else None
 
 
 CARDS = {
@@ -72,8 +96,8 @@ ASSUMED_CARD = CARDS["A100 SXM4 80GB"]
 """Planned with where a card is in no table; nothing is told of its speed of light."""
 
 
-def rates_of_card(name: str, dtype: str, own: Mapping[str, Rates]) -> Rates | None:
-    """Rates of a GPU; None if neither table nor user knows it.
+def rates_of_card(name: str, dtype: str, own: Mapping[str, Rates]) -> SourcedRates:
+    """Rates of a GPU: the user's, else those of the table, else `assumed_rates`.
 
     Args:
         name: as the driver gives it, such as `NVIDIA A100-SXM4-80GB`.
@@ -83,13 +107,17 @@ def rates_of_card(name: str, dtype: str, own: Mapping[str, Rates]) -> Rates | No
     words = _words(name)
     mine = _best(words, own)
     if mine is not None:
-        return own[mine]
-    found = None if words & _LESSER else _best(words, CARDS)
-    return None if found is None else CARDS[found].rates(dtype)
+        return SourcedRates(own[mine], f"yours ({OWN_RATES_FILE})")
+    is_other = words & _OTHER or any(_SLICE.fullmatch(word) for word in words)
+    found = None if is_other else _best(words, CARDS)
+    rates = None if found is None else CARDS[found].rates(dtype)
+    if rates is not None:
+        return SourcedRates(rates, f"by a table ({found})")
+    return SourcedRates(assumed_rates(dtype), f"assumed as an A100's: no table has {name}", is_known=False)
 
 
 def assumed_rates(dtype: str) -> Rates:
-    """Rates to plan with on a card that is in no table."""
+    """Rates to plan with on a card that is in no table: those of `ASSUMED_CARD`."""
     found = ASSUMED_CARD.rates(dtype)
     assert found is not None
     return found
@@ -99,17 +127,21 @@ def own_rates(cache_dir: Path) -> dict[str, Rates]:
     """The user's rates, from `rates/gpus.json` of the cache folder; none without the file.
 
     Raises:
-        ConfigError: the file is not what it should be.
+        ConfigError: the file is not what it should be, or cannot be read.
     """
     path = cache_dir / "rates" / OWN_RATES_FILE
     try:
-        text = path.read_text()
-    except OSError:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return {}
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", hint="delete it, or repair it"
+        ) from None
     example = '{"RTX 6000": {"matmul_flops": 1.8e14, "attention_flops": 9e13, "memory_bytes": 9.6e11}}'
     try:
-        return {name: _rates(given) for name, given in json.loads(text).items() if _words(name)}
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        return {name: _rates(given) for name, given in json.loads(data).items() if _words(name)}
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path} does not hold rates of GPUs: {error}", hint=f"such as {example}") from None
 
 

@@ -13,9 +13,10 @@ import pyarrow as pa
 
 from quail.config import EngineConfig
 from quail.cost.budgets import ModelShape
-from quail.cost.device import ASSUMED, kept_rates, table_rates
+from quail.cost.device import ASSUMED, gpu_rates, kept_rates
+from quail.cost.gpus import SourcedRates
 from quail.cost.grants import DeviceMemory, Grant, device_grant, host_grant
-from quail.cost.roofline import Rates, seconds
+from quail.cost.roofline import seconds
 from quail.cost.work import Work
 from quail.execution.asks import Feed, RunControl
 from quail.execution.documents import DocumentEncoder
@@ -66,6 +67,9 @@ class Forecaster:
     Args:
         config: settings of the engine.
         outline: the model.
+
+    Attributes:
+        are_rates_known: whether seconds rest on this device's rates, not on assumed ones.
     """
 
     def __init__(self, config: EngineConfig, outline: ModelOutline) -> None:
@@ -76,7 +80,8 @@ class Forecaster:
         self._pieces = Pieces.of(layout, outline.tokenizer)
         self._context_tokens = outline.config.context_tokens
         self._encoder = DocumentEncoder(outline.tokenizer, self._pieces, self._context_tokens)
-        self.device, self.dtype, self._rates = _device_and_rates(config)
+        self.device, self.dtype, found = _device_and_rates(config)
+        self._rates, self.are_rates_known = found.rates, found.is_known
         element_bytes = _ELEMENT_BYTES[self.dtype]
         weight_bytes = 0 if self.device == "cpu" else element_bytes * num_weights(outline.config)
         self._shape: ModelShape = shape_of(
@@ -94,11 +99,6 @@ class Forecaster:
         """
         outline = read_outline(config.model, config.cache_path)
         return None if outline is None else cls(config, outline)
-
-    @property
-    def are_rates_measured(self) -> bool:
-        """Whether seconds rest on this device's rates, not on assumed ones."""
-        return self._rates is not None
 
     def documents(self, texts: pa.Array, num_documents: int, calls: Sequence[AICall]) -> DocumentCounts:
         """Counts the tokens of documents, all of them or a sample.
@@ -147,7 +147,7 @@ class Forecaster:
             documents.lengths,
             np.full(len(documents.lengths), len(questions) > 1),
             shape=self._shape,
-            rates=self._rates or ASSUMED,
+            rates=self._rates,
             mode=self._config.prefix_sharing,
             obstacle=ROW_LIMIT if row_limit is not None else FOLLOW_UP if is_follow_up else None,
             scale=documents.scale,
@@ -189,7 +189,7 @@ class Forecaster:
             calls,
             feed,
             control,
-            sharing_rule(self._config.prefix_sharing, self._shape, lambda: self._rates or ASSUMED),
+            sharing_rule(self._config.prefix_sharing, self._shape, lambda: self._rates),
             retention_of(self._config.retention, model.pages, self._shape, self._budget),
         )
 
@@ -213,13 +213,13 @@ class Forecaster:
 
     def seconds(self, work: Work) -> float:
         """Seconds of some work by the roofline."""
-        return seconds(work, self._shape, self._rates or ASSUMED).total
+        return seconds(work, self._shape, self._rates).total
 
     def _suffix_tokens(self, call: AICall) -> int:
         return compile_stage(call, self._pieces, self._outline.tokenizer).num_fixed_tokens
 
 
-def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
+def _device_and_rates(config: EngineConfig) -> tuple[str, str, SourcedRates]:
     """Device, dtype and rates of a configuration; torch is asked only where there may be more than a CPU."""
     may_be_more = config.device == "auto" and Path("/dev/nvidia0").exists()
     on_cpu = config.device in ("auto", "cpu") and not may_be_more
@@ -228,8 +228,9 @@ def _device_and_rates(config: EngineConfig) -> tuple[str, str, Rates | None]:
     dtype = dtype_name(config.dtype, device_type, choice)
     if device_type == "cpu":
         threads = config.threads or _threads_by_environment()
-        return "cpu", dtype, kept_rates(config.cache_path, dtype, choice.name, threads)
-    return device_type, dtype, table_rates(device_of(config.device), dtype, config.cache_path)
+        kept = kept_rates(config.cache_path, dtype, choice.name, threads)
+        return "cpu", dtype, SourcedRates(kept or ASSUMED, "measured before", is_known=kept is not None)
+    return device_type, dtype, gpu_rates(device_of(config.device), dtype, config.cache_path)
 
 
 def _threads_by_environment() -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quail.answers.store import AnswerStore
 from quail.config import EngineConfig
 from quail.cost.budgets import MemoryPlan, ModelShape
-from quail.cost.device import ASSUMED, known_rates, rates_of
+from quail.cost.device import ASSUMED, DeviceRates
 from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work, rows
 from quail.errors import PlanError
@@ -118,7 +118,8 @@ class Engine:
             load: in place of `load_model`.
 
         Raises:
-            ConfigError: a device, dtype or kernels that this machine does not have.
+            ConfigError: a device, dtype or kernels that this machine does not have, or a fault in the user's
+                rates of GPUs.
             ModelError: the model cannot be found, loaded or trusted.
             PlanError: too little memory, with the numbers.
         """
@@ -139,6 +140,7 @@ class Engine:
         choice = choice.compiled(config.kernels, progress)
         kernels_for = functools.partial(choice.kernels, device=device, threads=num_threads)
         dtype, dtype_warning = trusted_dtype(dtype_of(config.dtype, device, choice), device, kernels_for)
+        rates = DeviceRates(device, dtype, config.cache_path)
         grant = grant_of(device)  # before the weights take their part, however much of them is mapped
         load = load or load_model
         loaded = load(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
@@ -177,17 +179,16 @@ class Engine:
         }
         limits = Limits(budget, loaded.config.context_tokens, passes_in_flight(device.type))
         identity = ModelIdentity(loaded.name, loaded.revision, dtype_word(dtype), layout.name)
-        rates = functools.cache(lambda: rates_of(device, dtype, config.cache_path, kernels))
         return cls(
             PagedDecoder(decoder, arena),
             loaded.tokenizer,
             layout,
             limits,
             about,
-            sharing_rule(config.prefix_sharing, shape, rates),
+            sharing_rule(config.prefix_sharing, shape, lambda: rates.found(kernels)),
             retention_of(config.retention, arena.pages, shape, budget),
             None if store is None else Memory(store, identity),
-            Clock(shape, lambda: known_rates(device, dtype, config.cache_path, kernels)),
+            Clock(shape, lambda: rates.known(kernels)),
         )
 
     def run(self, calls: tuple[AICall, ...], feed: Feed, control: RunControl) -> dict[str, Any]:

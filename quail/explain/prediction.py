@@ -42,7 +42,7 @@ def predict(explainer: Explainer, catalog: HasCursor, config: EngineConfig) -> E
         "layout": forecaster.layout,
         "device": forecaster.device,
         "dtype": forecaster.dtype,
-        "rates": "measured" if forecaster.are_rates_measured else "assumed",
+        "rates": "measured" if forecaster.are_rates_known else "assumed",
     }
     report = EngineReport(facts, groups, rehearsal=rehearsal, uncertain_calls=_uncertain_calls(explainer))
     if rehearsal is None:

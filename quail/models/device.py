@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quail.config import EngineConfig
 from quail.cost.budgets import available_bytes, size_words
-from quail.cost.device import rates_of
+from quail.cost.device import gpu_rates, rates_of
 from quail.cost.grants import DeviceMemory, Grant, device_grant, host_grant
 from quail.cost.roofline import Rates
 from quail.errors import ConfigError
@@ -119,7 +119,9 @@ def probe_device(config: EngineConfig, *, with_rates: bool = False) -> dict[str,
 
 
 def measured_rates(config: EngineConfig) -> tuple[Rates, str]:
-    """Rates of the cost model, measured anew and kept (a GPU's are in a table), and of what they are."""
+    """Rates of the cost model, and of what they are: a CPU's are measured anew and kept, a GPU's come from
+    the user's file or a table, or are those of another card.
+    """
     import torch
 
     device = device_of(config.device)
@@ -130,9 +132,12 @@ def measured_rates(config: EngineConfig) -> tuple[Rates, str]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     kernels = choice.kernels(dtype, device, torch.get_num_threads())
-    rates = rates_of(device, dtype, config.cache_path, kernels, again=True)
-    kept = "measured and kept" if device.type == "cpu" else "by a table"
-    return rates, f"rates of {device.type} in {dtype_word(dtype)} with {kernels.name} kernels, {kept}"
+    if device.type == "cpu":
+        rates, source = rates_of(device, dtype, config.cache_path, kernels, again=True), "measured and kept"
+    else:
+        found = gpu_rates(device, dtype_word(dtype), config.cache_path)
+        rates, source = found.rates, found.source
+    return rates, f"rates of {device.type} in {dtype_word(dtype)} with {kernels.name} kernels, {source}"
 
 
 def _rate_of_products(dtype: torch.dtype, device: torch.device) -> float:

@@ -108,7 +108,7 @@ def test_a_run_reports_it_once_rates_are_known(config, monkeypatch):
         assert unknown.speed_of_light is None
         assert "speed of light" not in str(unknown)
         assert not (config.cache_path / "rates").exists(), "a run measures nothing for it"
-        monkeypatch.setattr(runner, "known_rates", lambda *args: RATES)
+        monkeypatch.setattr(device, "known_rates", lambda *args: RATES)
         report = session.sql(SQL.replace("Is", "Was")).run(progress=False).report
     outline = read_outline(config.model, config.cache_path)
     shape = runner.shape_of(outline.config, element_bytes=4, weight_bytes=0)
