@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quail.cost.work import Work
 from quail.execution.chunk import BlockTable, Chunk, Segments
-from quail.execution.requests import Request
+from quail.execution.requests import Document, Request
 from quail.kv.pages import PageTable
 
 Int32s = npt.NDArray[np.int32]
@@ -26,16 +26,26 @@ class Pass:
         answered: the requests that are answered by it.
         first_reads: for each of them the place in `chunk.read_rows` of its suffix; its branches follow.
         works: what the pass computes for each stage that has rows in it.
+        repeated: the part of all of it that had been computed before and was lost.
+        reached: for each document with rows in it the most of its prefix that was ever computed, with it.
     """
 
     chunk: Chunk
     answered: tuple[Request, ...]
     first_reads: tuple[int, ...]
     works: Mapping[int, Work]
+    repeated: Work
+    reached: Mapping[Document, int]
 
 
 class Packing:
-    """A pass while it is being filled."""
+    """A pass while it is being filled.
+
+    Attributes:
+        room: rows that it may still take.
+        num_rows: rows in it.
+        repeated, reached: as of `Pass`.
+    """
 
     def __init__(self, token_budget: int) -> None:
         self.room = token_budget
@@ -55,6 +65,8 @@ class Packing:
         self._context: list[tuple[tuple[int, int], ...]] = []
         self._stages: list[int] = []
         self._writes: list[int] = []
+        self.repeated = Work()
+        self.reached: dict[Document, int] = {}
 
     def add(self, stage: int, ids: Int32s, position: int, table: PageTable | None, *, writes: int) -> None:
         """Adds a segment behind paged tokens.
@@ -138,7 +150,14 @@ class Packing:
             write_slots=_join(self._write_slots),
             read_rows=np.array(self._read_rows, dtype=np.int64),
         )
-        return Pass(chunk, tuple(self._requests), tuple(self._first_reads), self._works(segments))
+        return Pass(
+            chunk,
+            tuple(self._requests),
+            tuple(self._first_reads),
+            self._works(segments),
+            self.repeated,
+            self.reached,
+        )
 
     def _works(self, segments: Segments) -> dict[int, Work]:
         """What the segments of each stage compute.

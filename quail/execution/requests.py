@@ -79,7 +79,9 @@ class Document:
         num_children: documents that borrow from it.
         table: its pages; None while it holds none.
         computed: prefix tokens whose KV is in the table (those of the pass being packed included).
-        ever_computed: the most that was ever computed, to count what is computed again.
+        ever_computed: the most that was ever computed, passes in flight included, to count what is computed
+            again.
+        surely_computed: likewise without passes in flight.
         frame: the frame whose KV stands, or will stand, behind the document's own in the table.
         borrowed_tokens: borrowed tokens that no answered request has used yet.
         retained_tokens: tokens taken from the retention pool that no answered request has used yet.
@@ -101,6 +103,7 @@ class Document:
     table: PageTable | None = None
     computed: int = 0
     ever_computed: int = 0
+    surely_computed: int = 0
     frame: Int32s = field(default_factory=lambda: NO_FRAME)
     borrowed_tokens: int = 0
     retained_tokens: int = 0

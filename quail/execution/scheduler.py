@@ -59,7 +59,7 @@ class Scheduler:
 
     Attributes:
         ledgers: of each stage, by its index.
-        works: what the passes of each stage computed, by its index.
+        works: what the passes of each stage that ran computed, by its index.
         repeated: the part of all of it that had been computed before and was lost.
     """
 
@@ -186,6 +186,9 @@ class Scheduler:
             ledger.recomputed += request.recomputed
         for stage, work in done.works.items():
             self.works[stage] += work
+        self.repeated += done.repeated
+        for document, num_tokens in done.reached.items():
+            document.surely_computed = max(document.surely_computed, num_tokens)
         for document in {request.document for request in done.answered}:
             if document.requests or self._is_in_flight(document):
                 continue
@@ -241,6 +244,7 @@ class Scheduler:
             self._leave_parent(document)
             self._drop_kv(document)
             document.borrowed_tokens = document.retained_tokens = document.last_pass = 0
+            document.ever_computed = document.surely_computed
         self._ready.clear()
         self._fresh = deque(waiting)
         self.num_fresh_tokens = sum(len(document.ids) for document in waiting)
@@ -378,7 +382,7 @@ class Scheduler:
         if not self.pool.make_room(missing) or not self.pages.extend(table, capacity_tokens):
             self._drop_kv(document)
             return False
-        document.computed = document.retained_tokens = len(document.ids)
+        document.computed = document.retained_tokens = document.surely_computed = len(document.ids)
         return True
 
     def _open(self, document: Document, capacity_tokens: int) -> bool:
@@ -437,6 +441,7 @@ class Scheduler:
         is_read = self._place_rows(packing, document, request)
         if packing.num_rows > num_rows_before:
             document.last_pass = self._packed_pass
+            packing.reached[document] = document.ever_computed
         return is_read
 
     def _place_rows(self, packing: Packing, document: Document, request: Request) -> bool:
@@ -451,7 +456,7 @@ class Scheduler:
             packing.add(request.stage, suffix, start + request.suffix_done, table, writes=0)
             return True
         if missing + num_own <= packing.room:
-            writes = self._run_prefix(document, request, missing)
+            writes = self._run_prefix(packing, document, request, missing)
             ids = np.concatenate([document.prefix(start, start + missing), suffix])
             packing.add(request.stage, ids, start + request.suffix_done, table, writes=writes)
             return True
@@ -459,7 +464,7 @@ class Scheduler:
             return False
         num_rows = min(packing.room, missing)
         if num_rows:
-            writes = self._run_prefix(document, request, num_rows)
+            writes = self._run_prefix(packing, document, request, num_rows)
             ids = document.prefix(start, start + num_rows)
             packing.add(request.stage, ids, start, table, writes=writes)
         if missing == num_rows and num_own > self.token_budget and packing.room:
@@ -471,14 +476,14 @@ class Scheduler:
             request.suffix_done += num_rows
         return False
 
-    def _run_prefix(self, document: Document, request: Request, num_rows: int) -> int:
+    def _run_prefix(self, packing: Packing, document: Document, request: Request, num_rows: int) -> int:
         """Books prefix rows that go into the pass; returns how many of them are written to pages."""
         start, stop = document.computed, document.computed + num_rows
         request.prefix_computed += num_rows
         again = max(0, min(stop, document.ever_computed) - start)
         if again:
             request.recomputed += again
-            self.repeated += stacked_rows(again, behind=start)
+            packing.repeated += stacked_rows(again, behind=start)
         document.ever_computed = max(document.ever_computed, min(stop, len(document.ids)))
         if document.table is None or not num_rows:
             return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ from quail.cost.roofline import Rates, seconds
 from quail.cost.work import Work
 from quail.execution import runner
 from quail.execution.runner import Clock
+from quail.models.decoder import PagedDecoder
 from quail.models.outline import read_outline
 from quail.result import Report
 from tests.engine.driver import Driver, ids_of, smallest_arena
@@ -121,6 +125,31 @@ def test_a_run_reports_it_once_rates_are_known(config, monkeypatch):
     assert report.speed_of_light == pytest.approx(least / report.seconds["run"], rel=1e-6)
     assert 0 < report.speed_of_light < 1
     assert "of the speed of light" in str(report)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pass_that_did_not_fit_computed_nothing(config, monkeypatch, number):
+    """What it was to compute is computed once, by the smaller passes behind it."""
+    forward, count = PagedDecoder.forward, itertools.count(1)
+
+    def short_of_memory(self, chunk):
+        if next(count) == number:
+            raise MemoryError
+        return forward(self, chunk)
+
+    monkeypatch.setattr(device, "known_rates", lambda *args: RATES)
+    monkeypatch.setattr(PagedDecoder, "forward", short_of_memory)
+    with quail.Session(replace(config, token_budget=200)) as session:
+        session.register(
+            "r", {"id": range(9), "body": [f"{body}{number}" for number in range(3) for body in BODIES]}
+        )
+        sql = SQL.replace("WHERE", "WHERE AI.SCORE(PROMPT('{0} How much?', body)) >= 0 AND")
+        report = session.sql(sql.replace("Is it {0}", "{0} Is it")).run(progress=False).report
+    assert any("did not fit into memory" in warning for warning in report.warnings)
+    assert report.tokens["wasted"] > 0
+    if number == 1:
+        assert report.tokens["recomputed"] == 0
+    assert 0 < report.speed_of_light <= 1
 
 
 def test_stages_have_their_part_of_the_ledger_and_of_the_time(config):

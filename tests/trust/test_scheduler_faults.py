@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from quail.cost.work import Work
 from quail.execution.label_tree import LabelTree
 from quail.execution.requests import Document, Failure, Request
 from quail.execution.scheduler import Scheduler
@@ -103,6 +104,7 @@ def test_a_pass_that_does_not_fit_is_run_again_in_smaller_ones(budget: int, shar
         driver.check_end()
         assert not driver.failures
         assert set(driver.answers) == expected_pairs(driver)
+        check_work(driver, shares=shares)
         stop_at += 1
     assert stop_at > 2
 
@@ -114,6 +116,43 @@ def test_every_second_pass_that_does_not_fit(shares: bool, depth: int) -> None:
     assert run_with_lost_pass(driver, lambda number: number % 2 == 0 and number < 12)
     driver.check_end()
     assert set(driver.answers) == expected_pairs(driver)
+    check_work(driver, shares=shares)
+
+
+def check_work(driver: Driver, *, shares: bool) -> None:
+    """What passes that ran computed, less what is booked as computed again, is each token once."""
+    scheduler = driver.scheduler
+    needed = sum(scheduler.works.values(), Work()) + scheduler.repeated * -1
+    questions = sum(len(driver.suffixes[question]) for _, question in driver.answers)
+    once = sum(map(len, driver.documents)) + questions
+    assert questions < needed.tokens <= once if shares else needed.tokens == once
+    assert scheduler.ledger.recomputed <= scheduler.repeated.tokens
+
+
+@SHARING
+@DEPTHS
+@pytest.mark.parametrize("ends", ["start_over", "finish", "abandon"])
+def test_what_never_ran_is_not_computed_again(ends: str, shares: bool, depth: int) -> None:
+    """The first passes do not fit: they computed nothing, so nothing of them is lost."""
+    driver = chain(5, budget=200, pages=400, shares=shares, depth=depth)
+    driver.submit_all()
+    for _ in range(depth - 1):
+        driver.step()
+    with pytest.raises(MemoryError):
+        driver.step(raising(MemoryError))
+    assert driver.scheduler.num_passes == depth
+    if ends != "start_over":
+        getattr(driver.scheduler, ends)()
+        assert driver.scheduler.repeated == Work()
+        assert not driver.scheduler.works
+        return
+    driver.scheduler.start_over(driver.lose_passes() // 2)
+    while driver.step():
+        pass
+    driver.check_end()
+    assert driver.scheduler.repeated == Work()
+    assert driver.scheduler.ledger.recomputed == 0
+    check_work(driver, shares=shares)
 
 
 def run_with_lost_pass(driver: Driver, is_lost: Callable[[int], bool]) -> bool:
