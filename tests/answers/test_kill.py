@@ -17,7 +17,7 @@ import pytest
 import quail
 from quail.answers.store import AnswerStore
 from quail.config import EngineConfig
-from quail.kv.arena import KVArena  # noqa: F401 - torch is here before the processes fork
+from quail.execution import forecast, runner  # noqa: F401 - torch and the engine are here before processes fork
 from tests.models.tiny import make_tiny
 
 STATEMENT = r"""
@@ -44,7 +44,13 @@ def run(folder: Path, cache: Path, answers: Path, out: Path) -> None:
         session.register("l", {"id": list(range(8)), "body": texts(8, 12, seed=1)})
         session.register("r", {"word": texts(3, 4, seed=2)})
         result = session.sql(STATEMENT).run(progress=False)
-    out.write_text(json.dumps({"rows": result.fetchall(), "answers": dict(result.report.answers)}))
+        asked_seconds = result.report.seconds["run"]
+    found = {
+        "rows": result.fetchall(),
+        "answers": dict(result.report.answers),
+        "asked_seconds": asked_seconds,
+    }
+    out.write_text(json.dumps(found))
 
 
 class Trials:
@@ -80,23 +86,29 @@ class Trials:
         process.join(120)
         return process.exitcode == -signal.SIGKILL
 
-    def seconds(self) -> float:
+    def seconds(self) -> tuple[float, float]:
+        """Of a whole run, and of its last part, in which questions are asked."""
         started = time.perf_counter()
-        self.result(self._folder / "timed")
-        return time.perf_counter() - started
+        found = self.result(self._folder / f"timed{started}")
+        return time.perf_counter() - started, found["asked_seconds"]
 
 
 def check_kills(folder: Path, num_kills: int) -> None:
+    """Half of the kills come anywhere in a run, half while it asks."""
     trials = Trials(folder)
-    seconds = trials.seconds()
+    seconds, asked_seconds = trials.seconds()
     rng = random.Random(1)
-    num_killed = num_with_some = 0
+    num_killed = num_with_some = num_missed = 0
     while num_killed < num_kills:
         answers = folder / f"answers{num_killed}"
-        if not trials.killed(answers, rng.uniform(0, seconds)):
-            seconds *= 0.95
+        first = 0.0 if num_killed % 2 else max(0.0, seconds - 2 * asked_seconds)
+        if not trials.killed(answers, rng.uniform(first, seconds)):
             for path in folder.glob(f"{answers.name}*"):
                 path.unlink()
+            num_missed += 1
+            assert num_missed <= 2 * num_kills, "runs end before they can be killed"
+            if num_missed % 4 == 0:  # the machine's speed changes
+                seconds, asked_seconds = trials.seconds()
             continue
         num_killed += 1
         stored = 0
