@@ -65,6 +65,7 @@ class Audit:
         scheduler: of the run: most rows a pass, and the pool that gives way to documents longer than a pass.
         dtype: of weights and KV, as the report names it.
         forward: runs a pass for some stages; returns the answer of each request in it.
+        wait: waits for passes in flight, whose time is not the audit's.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class Audit:
         scheduler: Scheduler,
         dtype: str,
         forward: Forward,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.report = AuditReport()
         self.warning: str | None = None
         self._stages, self._scheduler, self._forward = stages, scheduler, forward
+        self._wait = wait
         self._threshold = int(share * 2**64)
         self._relative_tolerance = RELATIVE_TOLERANCE.get(dtype)
         self._waiting: list[tuple[Request, Float32s]] = []
@@ -110,6 +113,7 @@ class Audit:
             warnings.warn(self.warning, UserWarning, stacklevel=2)
 
     def _compare(self, request: Request, answer: Float32s) -> None:
+        self._wait()
         started = time.perf_counter()
         stage, found = self._stages[request.stage], self.report
         alone, num_tokens = self._alone(request, stage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,8 @@ class Collected:
         planned: the pass.
         answers: the answer logits of each request in it, as its stage reads them.
         masses: for each stage looked at, the mean share of the probability that its answers hold.
-        seconds: while it was the oldest in flight.
+        seconds: that the host spent starting it and waiting for it; while it does something else, the device
+            may be at work.
     """
 
     planned: Pass
@@ -91,6 +92,53 @@ def run_alone(model: Model, planned: Pass, stages: Sequence[Stage]) -> list[Floa
     return reads.answers(model.start(planned.chunk, reads.reads).answers())
 
 
+class _Flight:
+    """A pass between start and answers.
+
+    Attributes:
+        reads: what is read of it.
+        most_rows: of it and of those that were in flight as it was started, whose memory it shares.
+        seconds: that the host spent starting it and waiting for it.
+    """
+
+    def __init__(self, reads: PassReads, others: Iterable[_Flight]) -> None:
+        self.reads = reads
+        rows = len(reads.planned.chunk)
+        self.most_rows = max([rows, *(len(other.reads.planned.chunk) for other in others)])
+        self.seconds = 0.0
+        self._pending: Pending | None = None
+        self._found: list[Float32s] | None = None
+        self._error: Exception | None = None
+
+    def start(self, model: Model) -> None:
+        started = time.perf_counter()
+        self._pending = model.start(self.reads.planned.chunk, self.reads.reads)
+        self.seconds += time.perf_counter() - started
+
+    def wait(self) -> bool:
+        """Waits for it; whether it ran well."""
+        assert self._pending is not None, "a pass that was not started is waited for"
+        started = time.perf_counter()
+        try:
+            if self._found is None and self._error is None:
+                self._found = self._pending.answers()
+        except Exception as error:
+            self._error = error
+        self.seconds += time.perf_counter() - started
+        return self._error is None
+
+    def collected(self) -> Collected:
+        """Waits for it, and reads its answers."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        started = time.perf_counter()
+        answers, masses = self.reads.answers(self._found), self.reads.masses(self._found)
+        seconds = self.seconds + time.perf_counter() - started
+        return Collected(self.reads.planned, answers, masses, seconds)
+
+
 class PassesInFlight:
     """The passes of a run between start and answers, in order.
 
@@ -98,18 +146,13 @@ class PassesInFlight:
         model: runs them.
         stages: of the run.
         depth: most passes in flight.
-
-    Attributes:
-        num_rows: rows of the pass that was started or waited for last.
     """
 
     def __init__(self, model: Model, stages: Sequence[Stage], depth: int) -> None:
         assert depth > 0
         self._model, self._stages, self._depth = model, stages, depth
-        self._flying: deque[tuple[PassReads, Pending, float]] = deque()
+        self._flying: deque[_Flight] = deque()
         self._watched: set[Stage] = set()
-        self._collected_at = 0.0
-        self.num_rows = 0
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -120,25 +163,36 @@ class PassesInFlight:
         """Whether one must be collected before the next is started."""
         return len(self._flying) >= self._depth
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest, or of a larger one that was in flight as one of them was started. One that could
+        not be started is among them.
+        """
+        return max((flight.most_rows for flight in self._flying), default=0)
+
     def start(self, planned: Pass) -> None:
         """Starts a pass behind those in flight."""
-        started, self.num_rows = time.perf_counter(), len(planned.chunk)
         reads = PassReads(planned, self._stages, self._watched)
-        self._flying.append((reads, self._model.start(planned.chunk, reads.reads), started))
+        self._flying.append(_Flight(reads, self._flying))
+        self._flying[-1].start(self._model)
         self._watched.update(reads.looked_at)
 
     def collect(self) -> Collected:
         """Waits for the oldest."""
-        reads, pending, started = self._flying[0]
-        self.num_rows = len(reads.planned.chunk)
-        found = pending.answers()
-        answers, masses = reads.answers(found), reads.masses(found)
+        found = self._flying[0].collected()
         self._flying.popleft()
-        before, self._collected_at = self._collected_at, time.perf_counter()
-        return Collected(reads.planned, answers, masses, self._collected_at - max(started, before))
+        return found
+
+    def wait(self) -> None:
+        """Waits for all of them, so that what is timed next has none of their time. What fails is raised when
+        it is collected.
+        """
+        for flight in self._flying:
+            if not flight.wait():
+                break
 
     def drop(self) -> None:
         """Forgets those in flight; nobody waits for their answers."""
-        for reads, _, _ in self._flying:
-            self._watched.difference_update(reads.looked_at)
+        for flight in self._flying:
+            self._watched.difference_update(flight.reads.looked_at)
         self._flying.clear()

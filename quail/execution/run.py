@@ -75,7 +75,15 @@ class Retention:
 
 @dataclass
 class RunStats:
-    """What happened in a run, beside the ledger."""
+    """What happened in a run, beside the ledger.
+
+    Attributes:
+        forward_seconds: that the host spent starting passes and waiting for them, audits left out.
+        num_calibration_tokens: computed to measure questions without content.
+        warnings: for the report.
+        sharing: what was decided of each set of fresh documents.
+        audit: the report of one.
+    """
 
     forward_seconds: float = 0.0
     num_calibration_tokens: int = 0
@@ -193,6 +201,8 @@ class Run:
                 self._hand_over_failures()
                 num_expected = 0 if self.feed.done else self.feed.num_documents or 1
                 self.failures.check_ratio(self.recall.counts.asked, num_expected)
+            if self._audit is not None:
+                self._in_flight.wait()
             self._in_flight.drop()
             self.scheduler.finish()
             self._finish_audit()
@@ -312,10 +322,11 @@ class Run:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            num_rows = self._in_flight.num_rows
+            num_rows = self._in_flight.most_rows
             budget = smaller_budget(error, num_rows=num_rows, least_tokens=self._least_budget)
         self.stats.warnings.append(
-            f"a pass of {num_rows:,} tokens did not fit into memory; the run went on with {budget:,} a pass"
+            f"passes of up to {num_rows:,} tokens did not fit into memory; "
+            f"the run went on with {budget:,} a pass"
         )
         self._in_flight.drop()
         self.scheduler.start_over(budget)
@@ -384,7 +395,14 @@ class Run:
 
     def _new_audit(self, share: float, dtype: str) -> Audit:
         forward = functools.partial(run_alone, self.model)
-        return Audit(share, self.stages, scheduler=self.scheduler, dtype=dtype, forward=forward)
+        return Audit(
+            share,
+            self.stages,
+            scheduler=self.scheduler,
+            dtype=dtype,
+            forward=forward,
+            wait=self._in_flight.wait,
+        )
 
     def _finish_audit(self) -> None:
         if self._audit is None:

@@ -18,11 +18,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def smaller_budget(error: Exception, *, num_rows: int, least_tokens: int) -> int:
-    """The token budget for the rest of a run after a pass did not fit into memory: half of that pass.
+    """The token budget for the rest of a run after a pass did not fit into memory.
+
+    Half of the largest pass then in flight: memory is short for all of them together.
 
     Args:
         error: what the pass failed with.
-        num_rows: tokens of the pass.
+        num_rows: tokens of the largest pass in flight, the one that failed among them.
         least_tokens: fewest that the questions of the run need in one pass.
 
     Raises:
@@ -32,7 +34,7 @@ def smaller_budget(error: Exception, *, num_rows: int, least_tokens: int) -> int
     if num_rows <= least:
         said = str(error).strip().splitlines()
         raise PlanError(
-            f"a pass of {num_rows:,} tokens does not fit into memory, and passes of fewer than {least:,} "
+            f"passes of up to {num_rows:,} tokens do not fit into memory, and passes of fewer than {least:,} "
             f"are not tried: {said[0] if said else type(error).__name__}",
             hint="free memory, or leave more of it beside the KV: EngineConfig(kv_memory=…)",
         ) from error

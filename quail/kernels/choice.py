@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,9 @@ class KernelChoice:
 
     @classmethod
     def of(cls, mode: str, device_type: str, cache_dir: Path, attention: str = "auto") -> KernelChoice:
-        """What a configuration comes to on this machine; nothing is compiled.
+        """What a configuration comes to on this machine.
+
+        Nothing is compiled but, on CUDA, one small kernel: it shows whether Triton can.
 
         Args:
             mode: `auto`, `native` or `reference`.
@@ -67,7 +70,7 @@ class KernelChoice:
     def _of_card(cls, mode: str, attention: str) -> KernelChoice:
         from quail.kernels.cuda import Card
 
-        fault = _fault_of_triton()
+        fault = _fault_of_triton("cuda")
         if fault and mode == "native":
             _without(mode, Unavailable(fault))
         return cls(None, fault, Card.here(has_triton=not fault), attention)
@@ -130,12 +133,24 @@ class KernelChoice:
         return found(self.build.path, dtype, threads, self.name)
 
 
-def _fault_of_triton() -> str:
-    """Why there is no Triton, in a line; empty where there is."""
+@functools.cache
+def _fault_of_triton(device_type: str) -> str:
+    """Why Triton's kernels cannot run on a device, in a line; empty where they can.
+
+    One is compiled and launched: that takes a C compiler and the driver's library, which an import of Triton
+    does not ask for.
+    """
     try:
         import triton  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
+    try:
+        from quail.kernels.triton_rows import launch
+
+        launch(device_type)
+    except Exception as error:  # Triton, its compiler and the driver raise what they like
+        lines = str(error).strip().splitlines()
+        return f"Triton cannot launch a kernel: {lines[0] if lines else type(error).__name__}"
     return ""
 
 

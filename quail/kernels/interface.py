@@ -147,3 +147,6 @@ class Kernels(Protocol):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the rows of a pass, as `reference.attend`."""
+
+    def give_back(self) -> None:
+        """Lets go of what is kept from pass to pass and made anew when it is needed."""

@@ -179,6 +179,9 @@ class TorchKernels:
             k_pages.flatten(0, 1).index_copy_(0, writes.slots, keys.index_select(0, writes.rows))
             v_pages.flatten(0, 1).index_copy_(0, writes.slots, values.index_select(0, writes.rows))
 
+    def give_back(self) -> None:
+        self._gate_up = None
+
     def _scratch(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """Space that is taken once for the largest pass and used again by each layer and pass."""
         if self._gate_up is None or self._gate_up.shape[0] < x.shape[0] or self._gate_up.shape[1] != width:

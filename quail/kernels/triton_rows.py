@@ -201,6 +201,19 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     _gate_kernel[grid](gate_up, out, num_rows, width, ROWS=rows, BLOCK=block)
 
 
+def launch(device: torch.device | str) -> None:
+    """Runs the smallest of the kernels, and checks what it wrote: that Triton compiles here at all.
+
+    Raises:
+        RuntimeError: the kernel ran, and its result is wrong.
+        Exception: whatever Triton, its compiler and the driver raise where they cannot.
+    """
+    out = torch.empty(1, 1, device=device)
+    gate(torch.tensor([[0.0, 1.0]], device=device), out)
+    if out.item() != 0.0:
+        raise RuntimeError(f"silu(0) comes out as {out.item()}")
+
+
 def rotate(
     heads: torch.Tensor,
     cos: torch.Tensor,

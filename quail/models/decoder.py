@@ -171,6 +171,7 @@ class Decoder:
     def give_back(self) -> None:
         """Lets go of the buffers of passes; the next pass makes them anew, as large as it needs."""
         self._workspace = None
+        self.kernels.give_back()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -13,6 +13,7 @@ import torch
 import quail
 from quail.config import EngineConfig
 from quail.errors import ConfigError
+from quail.kernels import choice as choices
 from quail.kernels import cuda
 from quail.kernels.choice import KernelChoice
 from quail.kernels.cuda import Card, CudaKernels, adds_in_float32
@@ -252,9 +253,15 @@ def test_an_attention_that_cannot_run_is_refused(card, wanted, dtype, head_dim, 
         card.path(wanted, dtype, head_dim)
 
 
+def triton_rows():
+    return importlib.import_module("quail.kernels.triton_rows")
+
+
 def with_card(monkeypatch, capability=(9, 0)):
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(choices, "_fault_of_triton", choices._fault_of_triton.__wrapped__)  # asked anew
+    monkeypatch.setattr("quail.kernels.triton_rows.launch", lambda device: None)
 
 
 def test_the_choice_for_a_card(tmp_path, monkeypatch):
@@ -294,6 +301,44 @@ def test_without_triton_torch_does_the_rest(tmp_path, monkeypatch):
         KernelChoice.of("native", "cuda", tmp_path)
     with pytest.raises(ConfigError, match="attention = 'paged', but it needs Triton"):
         KernelChoice.of("auto", "cuda", tmp_path, "paged").kernels(torch.bfloat16, torch.device("cpu"), 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("Failed to find C compiler. Please specify via CC\nenvironment"),
+            "Failed to find C compiler.",
+        ),
+        (OSError(2, "No such file or directory", "gcc"), "No such file or directory: 'gcc'"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_triton_that_cannot_compile_is_as_good_as_none(tmp_path, monkeypatch, error, said):
+    """Containers without a C compiler have a Triton that is imported without fault."""
+    with_card(monkeypatch)
+
+    def fails(device):
+        raise error
+
+    monkeypatch.setattr("quail.kernels.triton_rows.launch", fails)
+    choice = KernelChoice.of("auto", "cuda", tmp_path)
+    assert choice.description.startswith("cuda torch (by torch, since Triton cannot launch a kernel: ")
+    assert said in choice.description and "\n" not in choice.description
+    kernels = choice.kernels(torch.bfloat16, torch.device("cpu"), 1)
+    assert kernels._rows is None and kernels.attention_path(64) == "gathered"
+    with pytest.raises(ConfigError, match="'native', but there are none here: Triton cannot launch a kernel"):
+        KernelChoice.of("native", "cuda", tmp_path)
+
+
+def test_the_kernel_that_tries_triton_runs(device):
+    triton_rows().launch(device)
+
+
+def test_a_kernel_without_effect_is_found_out(device, monkeypatch):
+    monkeypatch.setattr("quail.kernels.triton_rows.gate", lambda gate_up, out: out.fill_(7.0))
+    with pytest.raises(RuntimeError, match=r"silu\(0\) comes out as 7.0"):
+        triton_rows().launch(device)
 
 
 @pytest.mark.parametrize(("device_type", "mode"), [("cpu", "auto"), ("cuda", "reference"), ("mps", "auto")])

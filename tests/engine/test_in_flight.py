@@ -179,6 +179,37 @@ def test_a_pass_that_does_not_fit_loses_those_in_flight_and_no_answer(
         assert run.scheduler.ledger.wasted > 0
 
 
+@pytest.mark.parametrize("how", ["start", "answers"])
+def test_a_small_pass_that_does_not_fit_beside_a_large_one(tiny: TinyEngine, how: str) -> None:
+    """The large one, in flight before it, has the memory: half of that, and no error that it cannot be made
+    smaller.
+    """
+    texts = [texts_of(1, 200, seed=9)[0], "a"]
+    sizes: list[int] = []
+
+    class Short(Deferred):
+        def start(self, chunk: Any, reads: Any) -> Any:
+            sizes.append(len(chunk))
+            if len(sizes) != 2:
+                return super().start(chunk, reads)
+            if how == "start":
+                raise MemoryError
+            return Fails()
+
+    class Fails:
+        def answers(self) -> Any:
+            raise MemoryError
+
+    budget = len(tiny.prompt(CALLS[0], texts[0]))
+    run = tiny.run(CALLS[:1], ChainFeed(texts, 1), budget=budget, depth=2, wrapped=Short)
+    assert_equal_answers(
+        run, {(row, 0): tiny.oracle_answer(CALLS[0], text) for row, text in enumerate(texts)}
+    )
+    assert sizes[1] < 64 < budget // 2 == run.scheduler.token_budget
+    (warning,) = [each for each in run.stats.warnings if "did not fit" in each]
+    assert f"passes of up to {budget:,} tokens did not fit into memory" in warning
+
+
 def failing_at(number: int, how: str, error: type[BaseException]) -> Any:
     """A deferring model of which one start, or one pass as it runs, fails."""
 
@@ -354,4 +385,5 @@ def test_a_device_that_lacks_memory_gets_the_buffers_of_passes_back(
     assert run.scheduler.token_budget < 128
     assert max(sizes) > 100
     assert tiny.decoder._workspace.num_rows <= 100
+    assert tiny.decoder.kernels._gate_up is None or len(tiny.decoder.kernels._gate_up) <= 100
     assert any("did not fit into memory" in warning for warning in run.stats.warnings)

@@ -140,7 +140,7 @@ def test_memory_that_never_suffices_ends_with_numbers(
     with monkeypatch.context() as patch:
         fault = forward_fails(patch, every(1), raising(RuntimeError, OUT_OF_MEMORY))
         with pytest.raises(
-            quail.PlanError, match=r"a pass of \d+ tokens does not fit .* can't allocate memory"
+            quail.PlanError, match=r"passes of up to \d+ tokens do not fit .* can't allocate memory"
         ):
             session.sql(STATEMENTS[kind]).run()
     assert 2 <= fault.num_calls <= 4
