@@ -31,6 +31,8 @@ _FORMAT = 1
 _MATRICES, _ABOUT = "matrices.safetensors", "about.json"
 MOST_OF_DISK = 0.1
 """Share of the free disk that the matrices of a model may take."""
+MOST_FOLDERS = 4
+"""Folders that are kept, those last booted from: of several models, dtypes and builds of the kernels."""
 
 
 class PackedMatrices:
@@ -69,16 +71,16 @@ class PackedMatrices:
         return made
 
     def keep(self) -> None:
-        """Writes the matrices if any was made, and removes those of other builds of the kernels.
+        """Writes the matrices if any was made, and removes the folders that were not used for longest.
 
-        Where that is not possible (no room, a folder that cannot be written, another process at it) nothing
-        is kept.
+        Where that is not possible (no room, a folder that cannot be written or locked, another process at it)
+        nothing is kept.
         """
         made, self._made = self._made, {}
         if self._folder is None or not made:
             return
         matrices = self._kept | made
-        with contextlib.suppress(OSError, ModelError, filelock.Timeout):
+        with contextlib.suppress(OSError, ModelError, filelock.Timeout, NotImplementedError):
             parent = self._folder.parent
             parent.mkdir(parents=True, exist_ok=True)
             num_bytes = sum(matrix.num_bytes for matrix in matrices.values())
@@ -112,9 +114,8 @@ class PackedMatrices:
             os.rename(building, folder)
             sync_folder(folder.parent)
             self._digests.learn(folder / _MATRICES, digest)
-            for other in folder.parent.glob(f"{self._source}-*"):  # of builds that are gone
-                if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)
+            for other in _by_last_use(folder.parent)[MOST_FOLDERS:]:
+                shutil.rmtree(other, ignore_errors=True)
         finally:
             for leftover in (building, old):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -130,6 +131,8 @@ def _read(folder: Path, digests: DigestIndex) -> dict[str, Matrix] | None:
         path = folder / _MATRICES
         if digests.sha256(path) != fields["sha256"]:
             return None
+        with contextlib.suppress(OSError):
+            os.utime(folder / _ABOUT)
         stored = read_header(path)
         columns: dict[str, int] = fields["columns"]
         tensors = map_file(path, stored)
@@ -139,6 +142,15 @@ def _read(folder: Path, digests: DigestIndex) -> dict[str, Matrix] | None:
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ModelError):
         return None
+
+
+def _by_last_use(parent: Path) -> list[Path]:
+    """Whole folders of matrices, the last booted from first."""
+    times = {}
+    for about in parent.glob(f"[!.]*/{_ABOUT}"):
+        with contextlib.suppress(OSError):  # another process may remove it
+            times[about.parent] = about.stat().st_mtime_ns
+    return sorted(times, key=lambda folder: times[folder], reverse=True)
 
 
 def _digest_of(fields: dict[str, Any]) -> str:

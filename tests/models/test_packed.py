@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from quail.kernels.interface import Matrix
 from quail.models import packed
 from quail.models.loader import load_model
-from quail.models.packed import PackedMatrices
+from quail.models.packed import MOST_FOLDERS, PackedMatrices
 
 NAMES = ("0.qkv", "0.down", "1.qkv", "1.down")
 
@@ -126,13 +127,28 @@ def test_damage_that_keeps_size_and_time_is_noticed(tmp_path: Path) -> None:
     assert boot(tmp_path)[1] == list(NAMES)
 
 
-def test_other_kernels_never_read_them_and_take_their_place(tmp_path: Path) -> None:
+def kept(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "packed").iterdir() if path.is_dir())
+
+
+def test_other_kernels_never_read_them(tmp_path: Path) -> None:
     boot(tmp_path)
-    boot(tmp_path, revision="another")
     assert boot(tmp_path, layout="int16-b")[1] == list(NAMES)
-    kept = sorted(path.name for path in (tmp_path / "packed").iterdir() if path.is_dir())
-    assert kept == ["abc-bfloat16-int16-b", "another-bfloat16-int16-a"], "one copy of each model"
-    assert boot(tmp_path, revision="another")[1] == []
+    assert kept(tmp_path) == ["abc-bfloat16-int16-a", "abc-bfloat16-int16-b"]
+    for layout in ("int16-a", "int16-b"):  # two installations take turns
+        assert boot(tmp_path, layout=layout)[1] == []
+
+
+def test_those_not_used_for_longest_are_removed(tmp_path: Path) -> None:
+    for number in range(MOST_FOLDERS):
+        boot(tmp_path, revision=f"model{number}")
+        time.sleep(0.02)
+    boot(tmp_path, revision="model0")
+    time.sleep(0.02)
+    boot(tmp_path, revision="new")
+    wanted = ["model0", *(f"model{number}" for number in range(2, MOST_FOLDERS)), "new"]
+    assert kept(tmp_path) == [f"{name}-bfloat16-int16-a" for name in wanted]
+    assert boot(tmp_path, revision="model0")[1] == [], "used again, so kept"
 
 
 def test_matrices_that_a_boot_lacks_are_added(tmp_path: Path) -> None:
