@@ -49,8 +49,7 @@ class AnchorGate:
         """Those of some rows whose pairs may be asked now; the others are held."""
         anchors = self._anchor[self._pair[rows]]
         is_held = self._num_awaited[anchors] > 0
-        for anchor in distinct(anchors[is_held]).tolist():
-            self._held.setdefault(anchor, []).append(rows[is_held & (anchors == anchor)])
+        self._hold(rows[is_held], anchors[is_held])
         return rows[~is_held]
 
     def opened(self) -> Int64s:
@@ -75,6 +74,16 @@ class AnchorGate:
         self._num_awaited = np.bincount(awaited, minlength=len(self._num_awaited))
         self._held.clear()
         self._maybe_open.clear()
+
+    def _hold(self, rows: Int64s, anchors: Int64s) -> None:
+        """Notes rows under the anchor of each."""
+        order = np.argsort(anchors, kind="stable")
+        rows, anchors = rows[order], anchors[order]
+        starts = np.flatnonzero(np.diff(anchors, prepend=-1))
+        for anchor, start, stop in zip(
+            anchors[starts].tolist(), starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=False
+        ):
+            self._held.setdefault(anchor, []).append(rows[start:stop])
 
     def _leave(self, rows: Int64s) -> Int64s:
         """The pairs of rows that were before the question until now."""

@@ -247,7 +247,8 @@ class CallAnswers:
     def forget(self, passing: int | None = None) -> None:
         """Drops all conditions on pairs but their truth, eight bytes each; keys start at 0 again.
 
-        None of the questions may come again, and none may be outstanding.
+        None of the questions may come again, and none may be outstanding: its answer would come under a key
+        that means another question by then.
 
         Args:
             passing: the only truth that matters, where nothing but a filter reads it: any other counts as
@@ -255,6 +256,7 @@ class CallAnswers:
         """
         assert self._num_arguments == 2, "only questions about pairs are forgotten"
         assert pa.types.is_boolean(self.type)
+        assert not self.has_outstanding, "a question is forgotten before its answer is there"
         self._forgotten = self.tally()
         matters = self._positions >= 0 if passing is None else self.truth == passing
         self._kept.append(_with_truth(_single(self.handles[matters]), self.truth[matters]))
@@ -269,6 +271,11 @@ class CallAnswers:
     def is_answered(self, keys: Int64s) -> Bools:
         """Whether each question has its answer."""
         return self._positions[keys] >= 0
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether a question was given out and has no answer yet."""
+        return bool((self.asked & (self._positions < 0)).any())
 
     def lookup(self, hashes: Sequence[UInt64s]) -> pa.Array:
         """The answers for argument texts by their hashes; NULL where there is none."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import duckdb
@@ -179,7 +179,7 @@ class RunFeed:
                 planned = self._pairs.plan(planned, first)
             parts = itertools.chain([] if first is None else [first], windows)
             make = functools.partial(self._group, planned, self._order(planned, first))
-            return planned, Stream(parts, make, planned.row_limit, lambda: None)
+            return planned, Stream(parts, make, planned.row_limit)
         candidates = self._reader.read_pairs(planned.query)
         planned = self._pairs.plan(planned, candidates)
         if any(self._bound.call_of(site).options.calibrate == "batch" for site in planned.sites):
@@ -190,7 +190,7 @@ class RunFeed:
         order = self._order(planned, candidates)
         make = functools.partial(self._group, planned, order, is_one_part=is_one_part)
         forgets = [] if is_one_part else self._forgettable(planned, name)
-        return planned, Stream(blocks, make, None, self._forgetting(forgets))
+        return planned, Stream(blocks, make, None, forgets)
 
     def _start_waves(self, planned: AskGroup) -> tuple[AskGroup, Group]:
         """A group about rows of which one TRUE answer each is wanted, a few of its candidates at a time."""
@@ -205,8 +205,8 @@ class RunFeed:
             return planned, self._first_match(planned, candidates)
         blocks = candidates.by_anchor(name).blocks(name)
         make = functools.partial(self._first_match, planned)
-        forgets = [(call, 1) for call, _ in self._forgettable(planned, name)]
-        return planned, Stream(blocks, make, None, self._forgetting(forgets))
+        forgets = [(answers, 1) for answers, _ in self._forgettable(planned, name)]
+        return planned, Stream(blocks, make, None, forgets)
 
     def _first_match(
         self, planned: AskGroup, candidates: Candidates, row_limit: int | None = None
@@ -222,15 +222,6 @@ class RunFeed:
             anchor=self._pairs.calls[site.call].anchor,
             releases=not self._is_read_later(planned, 0),
         )
-
-    def _forgetting(self, forgets: Sequence[tuple[int, int | None]]) -> Callable[[], None]:
-        """What is done with the answers of a part of the pairs that is settled."""
-
-        def settled() -> None:
-            for call, passing in forgets:
-                self._answers[call].forget(passing)
-
-        return settled
 
     def _group(
         self,
@@ -308,14 +299,15 @@ class RunFeed:
         paired = {columns[stage] for stage in stages if len(planned.columns[stage]) == 2}
         return sorted(name for name in set(columns) if name in paired or columns.count(name) > 1)
 
-    def _forgettable(self, planned: AskGroup, name: str) -> list[tuple[int, int | None]]:
-        """Conditions on pairs with documents of a column that no other group asks, and the truth that counts.
+    def _forgettable(self, planned: AskGroup, name: str) -> list[tuple[CallAnswers, int | None]]:
+        """Answers of conditions on pairs with documents of a column that no other group asks, and the truth
+        that counts.
 
         Of a condition that is not a filter all count.
         """
         num_sites = Counter(site.call for site in self._bound.sites)
         return [
-            (site.call, (0 if planned.is_negated(site) else 1) if planned.is_chain else None)
+            (self._answers[site.call], (0 if planned.is_negated(site) else 1) if planned.is_chain else None)
             for site, names in zip(planned.sites, planned.columns, strict=True)
             if len(names) == 2 and name in names and num_sites[site.call] == 1
             if self._bound.call_of(site).operator is Operator.IF

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -22,7 +22,8 @@ class Stream(Group):
         blocks: the parts.
         make: the group of a part, and of the passing rows that still suffice.
         row_limit: passing rows, in row order, that suffice; None for all.
-        settled: told when all questions of a part have their answers.
+        forgets: answers that are forgotten with their part, and the truth that matters of them
+            (`CallAnswers.forget`). The next part waits for all that were asked, needed or not.
     """
 
     def __init__(
@@ -30,9 +31,9 @@ class Stream(Group):
         blocks: Iterator[Candidates],
         make: MakeGroup,
         row_limit: int | None,
-        settled: Callable[[], None],
+        forgets: Sequence[tuple[CallAnswers, int | None]] = (),
     ) -> None:
-        self._blocks, self._make, self._settled = blocks, make, settled
+        self._blocks, self._make, self._forgets = blocks, make, forgets
         self._row_limit = self._num_wanted = row_limit
         self._group: Group | None = None
         self._evaluations: dict[int, list[int]] = {}
@@ -61,8 +62,8 @@ class Stream(Group):
         return [(call, num_rows, num_null) for call, (num_rows, num_null) in self._evaluations.items()]
 
     def _advance(self) -> None:
-        """Goes on to the next part that has a question, once all of the one before are answered."""
-        while self._group is None or self._group.is_settled:
+        """Goes on to the next part that has a question, once the one before is done."""
+        while self._group is None or self._is_done(self._group):
             if self._group is not None:
                 self._finish(self._group)
             block = next(self._blocks, None) if self._num_wanted is None or self._num_wanted > 0 else None
@@ -73,6 +74,10 @@ class Stream(Group):
                 self._num_wanted = self._row_limit
             self._group = self._make(block, self._num_wanted)
 
+    def _is_done(self, group: Group) -> bool:
+        """Whether a part is settled and no answer can come any more whose question would be forgotten."""
+        return group.is_settled and not any(answers.has_outstanding for answers, _ in self._forgets)
+
     def _finish(self, group: Group) -> None:
         for call, num_rows, num_null in group.evaluations():
             total = self._evaluations.setdefault(call, [0, 0])
@@ -81,7 +86,8 @@ class Stream(Group):
         if self._num_wanted is not None:
             assert isinstance(group, Chain), "only a chain counts rows that pass"
             self._num_wanted -= group.num_passed
-        self._settled()
+        for answers, passing in self._forgets:
+            answers.forget(passing)
 
 
 class FirstMatch(Group):
@@ -164,7 +170,10 @@ class FirstMatch(Group):
         return [(self._call, num_asked + self._num_null, self._num_null)]
 
     def _next_waves(self, rows: Int64s) -> Int64s:
-        """Gives out the next pairs of open rows until one is unanswered; returns keys that nobody asked."""
+        """Gives out the next pairs of open rows until one is unanswered; returns keys that nobody asked.
+
+        Of a row that a known answer closes none is returned.
+        """
         due: list[Int64s] = []
         while len(rows):
             starts = self._given[rows]
@@ -175,12 +184,13 @@ class FirstMatch(Group):
             keys = self._keys[pairs]
             is_known = self._answers.is_answered(keys)
             np.add.at(self._num_waiting, self._row[pairs[~is_known]], 1)
-            due.append(keys[~is_known & ~self._answers.asked[keys]])
+            due.append(pairs[~is_known & ~self._answers.asked[keys]])
             self._close(self._row[pairs[is_known & (self._answers.truth[keys] == 1)]])
             rows = rows[self._is_open[rows] & (self._num_waiting[rows] == 0)]
             self._close(rows[self._given[rows] == self._starts[rows + 1]])
             rows = rows[self._is_open[rows]]
-        return distinct_in_order(np.concatenate(due)) if due else np.zeros(0, dtype=np.int64)
+        pairs = np.concatenate([np.zeros(0, dtype=np.int64), *due])
+        return distinct_in_order(self._keys[pairs[self._is_open[self._row[pairs]]]])
 
     def _by_anchor(self, keys: Int64s) -> Int64s:
         """Keys with those of one anchor together."""

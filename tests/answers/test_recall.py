@@ -193,3 +193,42 @@ def test_the_file_lies_beside_the_database(opened, folder, tmp_path):
     store = AnswerStore(tmp_path / "my.duckdb.answers")
     assert [each["answers"] for each in store.questions()] == [12]
     store.close()
+
+
+@pytest.mark.parametrize("budget", [48, 256])
+@pytest.mark.parametrize("wave", [4, 16])
+@pytest.mark.parametrize("search", ["EXISTS", "NOT EXISTS", "SEMI", "ANTI"])
+def test_a_search_in_parts_stores_the_answers_of_its_own_pairs(
+    opened, tmp_path, monkeypatch, search, wave, budget
+):
+    """Rows find their match while others of their pairs wait for a pass, with the next part behind them."""
+    pair = "PROMPT('Does {0} speak of {1}?', body, word)"
+    plain = opened(answers="off")
+    plain.register("r", {"word": texts(17, 5, seed=3)})
+    scores = {
+        (body, word): s for body, word, s in plain.sql(f"SELECT body, word, AI.SCORE({pair}) FROM l, r").run()
+    }
+    threshold = round(float(np.quantile(list(scores.values()), 0.75)), 4)
+    assert min(abs(score - threshold) for score in scores.values()) > 1e-6
+    condition = f"AI.IF({pair}, threshold := {threshold})"
+    matched = {body for (body, _), score in scores.items() if score > threshold}
+    is_negated = search in ("NOT EXISTS", "ANTI")
+    expected = [i for i, body in enumerate(texts(12, 30, seed=1)) if (body in matched) != is_negated]
+    assert matched
+    sql = (
+        f"SELECT id FROM l WHERE {search} (SELECT 1 FROM r WHERE {condition}) ORDER BY id"
+        if "EXISTS" in search
+        else f"SELECT id FROM l {search} JOIN r ON {condition} ORDER BY id"
+    )
+    monkeypatch.setattr("quail.execution.reading.BLOCK_ROWS", 20)
+    session = opened(answers=tmp_path / "answers", token_budget=budget)
+    session.register("r", {"word": texts(17, 5, seed=3)})
+    first = session.sql(sql).run(exists_wave=wave)
+    assert [row[0] for row in first] == expected
+    again = session.sql(sql).run(exists_wave=wave)
+    assert [row[0] for row in again] == expected
+    assert counts(again)[0] == 0
+    stored = session.sql(f"SELECT body, word, AI.SCORE({pair}) FROM l, r").run()
+    assert counts(stored)[1] == counts(first)[0]
+    for body, word, score in stored:
+        assert score == pytest.approx(scores[body, word], abs=1e-5)
