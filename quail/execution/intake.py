@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,20 +61,12 @@ class Intake:
         self._stages, self._scheduler, self._failures = stages, scheduler, failures
         self._context_tokens, self._truncates = context_tokens, truncates
         self._num_label_tokens = len(pieces.prefix)
-        self._overlong: dict[int, PrefixIds] = {}
-        self._faults: dict[int, str] = {}
         self._partners: dict[int, PrefixIds] = {}
         self._last_cut = 0
 
     def is_overlong(self, document: Document) -> bool:
         """Whether a document alone is as long as the model's context."""
-        return document.handle in self._overlong
-
-    def forget(self, handles: Iterable[int]) -> None:
-        """Documents that no later question reads."""
-        for handle in handles if self._overlong or self._faults else ():
-            self._overlong.pop(handle, None)
-            self._faults.pop(handle, None)
+        return document.num_tokens >= self._context_tokens
 
     def requests(self, asks: Asks) -> list[Request]:
         """The requests of some questions; those whose texts cannot be used or do not fit are failed."""
@@ -105,7 +97,7 @@ class Intake:
                 operator=asks.operator,
             )
             partner = partners[place] if partners else None
-            fault = self._faults.get(handle) or _fault_of(partner)
+            fault = document.fault or _fault_of(partner)
             if fault:
                 self._failures.note(request, NOT_TEXT, fault)
             elif self._fits(request, room, partner):
@@ -174,25 +166,29 @@ class Intake:
         for (handle, place), prefix in zip(first.items(), self._tokenize(texts), strict=True):
             table, row = _source_of(asks), int(asks.rows[place])
             self._scheduler.add(
-                Document(handle, prefix.ids, name=f"{table} row {row}", source=table, row=row)
+                Document(
+                    handle,
+                    prefix.ids,
+                    name=f"{table} row {row}",
+                    source=table,
+                    row=row,
+                    num_cut=prefix.num_tokens - len(prefix.ids),
+                    is_exact=prefix.is_exact,
+                    fault=prefix.fault,
+                )
             )
-            if prefix.fault:
-                self._faults[handle] = prefix.fault
-            if prefix.num_tokens >= self._context_tokens:
-                self._overlong[handle] = prefix
             self.num_documents += 1
 
     def _fits(self, request: Request, room: int, partner: PrefixIds | None) -> bool:
         """Whether a prompt fits the context, perhaps truncated; if not, the request is failed."""
         document = request.document
-        overlong = self._overlong.get(document.handle)
-        num_tokens = len(document.ids) if overlong is None else overlong.num_tokens
+        num_tokens = document.num_tokens
         if num_tokens <= room:
             return True
         if self._truncates:
             self.num_truncated += 1
             return True
-        is_exact = overlong is None or overlong.is_exact
+        is_exact = document.is_exact
         parts = f"{_exactly(is_exact)}{num_tokens} of document, "
         num_question = len(request.frame) + request.num_own_tokens
         if partner is not None:

@@ -73,6 +73,9 @@ class Document:
         name: how to call it in messages.
         source: name of the table in which it stands.
         row: the first row of that table in which it stands.
+        num_cut: tokens of its text that `ids` leave out, as no prompt can hold them.
+        is_exact: whether they are so many; otherwise at least so many.
+        fault: why its text cannot be asked about; empty where it can.
         parent: handle of the document whose first pages it borrows.
         shared_tokens: tokens it borrows, whole pages.
         lent_tokens: most tokens that a child borrows from it, whole pages.
@@ -96,6 +99,9 @@ class Document:
     name: str = ""
     source: str = ""
     row: int = -1
+    num_cut: int = 0
+    is_exact: bool = True
+    fault: str = ""
     parent: int | None = None
     shared_tokens: int = 0
     lent_tokens: int = 0
@@ -110,6 +116,11 @@ class Document:
     operator: int | None = None
     requests: deque[Request] = field(default_factory=deque)
     last_pass: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its text and what stands before it, those that were cut included."""
+        return len(self.ids) + self.num_cut
 
     def prefix(self, start: int, stop: int) -> Int32s:
         """Ids [start, stop) of the document and its frame."""

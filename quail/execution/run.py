@@ -427,7 +427,6 @@ class Run:
             for asks in next_up.asks:
                 self._submit(self._requests(asks))
             self.scheduler.release(next_up.released.tolist())
-            self.intake.forget(next_up.released.tolist())
 
     def _fail(self, request: Request, reason: str) -> None:
         """Takes out a request that can never run."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quail.errors import PlanError, QueryCancelled, RowError
-from quail.execution.asks import RunControl
+from quail.execution.asks import FollowUp, RunControl
 from quail.execution.documents import DocumentEncoder
 from quail.execution.stages import Pieces, word_readout
 from quail.kv.pages import pages_for
@@ -209,6 +209,22 @@ def test_a_megabyte_of_dashes_is_refused_quickly(tiny):
     run = tiny.run(CALLS[:1], ChainFeed(["-" * 1_000_000], 1), control=RunControl(on_long="truncate"))
     assert run.intake.num_truncated == 1
     assert time.perf_counter() - started < 20
+
+
+def test_how_long_a_document_is_is_known_as_long_as_it_is(tiny):
+    """A document that is let go stays until its questions ran, and may be asked about until then."""
+    calls, feed = CALLS[:1], ChainFeed(["-" * 1_000_000], 1)
+    run = tiny.new_run(calls, feed, control=RunControl(on_long="truncate"), depth=2)
+    (asks,) = feed.take(1)
+    (request,) = run.intake.requests(asks)
+    run.scheduler.submit(request)
+    assert run.scheduler.next_pass() is not None
+    run._follow(FollowUp((), asks.documents))
+    document = run.scheduler.document(0)
+    assert document is request.document
+    assert run.intake.is_overlong(document)
+    run.scheduler.complete()
+    assert run.scheduler.document(0) is None
 
 
 def test_a_huge_text_of_bytes_that_no_token_holds_is_not_cut_in_silence(tiny):
