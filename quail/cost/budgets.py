@@ -54,11 +54,15 @@ class ModelShape:
         """Bytes of one page: keys and values of all layers for `PAGE_TOKENS` tokens."""
         return 2 * self.num_layers * PAGE_TOKENS * self.num_kv_heads * self.head_dim * self.element_bytes
 
+    def gathered_tokens(self, token_budget: int) -> int:
+        """Tokens whose KV attention may copy from pages at a time: a whole context, or that of two passes."""
+        return max(self.context_tokens, 2 * token_budget)
+
     def working_bytes(self, token_budget: int) -> int:
         """Bytes that a pass of `token_budget` rows needs beside weights and pages.
 
         Counted in full: the buffers of a layer, the rotation table, attention's output and its copies, the KV
-        rows picked for writing, one gathered history of the whole context, and float32 states at every row.
+        rows picked for writing, `gathered_tokens`, and float32 states at every row.
         """
         kv_width = self.num_kv_heads * self.head_dim
         q_width = self.num_heads * self.head_dim
@@ -66,7 +70,9 @@ class ModelShape:
         row_elements += 2 * self.intermediate_size + self.head_dim
         row_elements += 4 * q_width + 2 * kv_width
         row_bytes = row_elements * self.element_bytes + 4 * (2 * self.hidden_size + 2 * q_width)
-        return token_budget * row_bytes + 2 * self.context_tokens * kv_width * self.element_bytes
+        return (
+            token_budget * row_bytes + 2 * self.gathered_tokens(token_budget) * kv_width * self.element_bytes
+        )
 
 
 @dataclass(frozen=True)

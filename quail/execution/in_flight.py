@@ -165,8 +165,9 @@ class PassesInFlight:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest, or of a larger one that was in flight as one of them was started. One that could
-        not be started is among them.
+        """Rows of the largest, or of a larger one that was in flight as one of them was started.
+
+        One that could not be started is among them.
         """
         return max((flight.most_rows for flight in self._flying), default=0)
 

@@ -155,6 +155,7 @@ class Engine:
         decoder = Decoder(loaded.config, weights, kernels, packed)
         shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
         budget = config.token_budget or grant.token_budget(shape, config.kv_memory_bytes)
+        kernels.limit_gathered(shape.gathered_tokens(budget))
         memory = grant.plan(shape, token_budget=budget, kv_bytes=config.kv_memory_bytes)
         arena = KVArena(
             memory.num_pages,

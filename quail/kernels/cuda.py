@@ -149,6 +149,7 @@ class CudaKernels(TorchKernels):
         self._varlen = varlen
         self._plans: weakref.WeakKeyDictionary[Segments, tuple[BlockTable, Any]] = weakref.WeakKeyDictionary()
         self._paths: dict[int, str] = {}
+        self._most_gathered = gathered.MOST_GATHERED
         self._adds_in_float32 = dtype != torch.float32 and adds_in_float32(dtype, device)
 
     def add_product(
@@ -189,6 +190,9 @@ class CudaKernels(TorchKernels):
         rotate = super().rotate if self._rows is None else self._rows.rotate
         rotate(heads, cos, sin, norms, eps, k_pages, v_pages, writes)
 
+    def limit_gathered(self, num_tokens: int) -> None:
+        self._most_gathered = num_tokens
+
     def attention_path(self, head_dim: int) -> str:
         """The attention that runs for heads of a size: `gathered`, `paged` or `reference`.
 
@@ -218,7 +222,9 @@ class CudaKernels(TorchKernels):
             calls = self._planned(
                 segments,
                 block_table,
-                lambda: gathered.plan(segments, block_table, k_pages.shape[1], self._device),
+                lambda: gathered.plan(
+                    segments, block_table, k_pages.shape[1], self._device, self._most_gathered
+                ),
             )
             return self._gathered.attend(q, k, v, k_pages, v_pages, calls, scale=scale)
         from quail.kernels import triton_attention

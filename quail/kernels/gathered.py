@@ -8,12 +8,14 @@ all keys, each row before it one fewer. Two ways to put a pass like that:
 * where consecutive segments read one history (the partners of an anchor), gathering it for each would copy it
   as often. So each segment reads its own rows in a first call and, in a second one without a mask, all rows
   of such a run read the history once; the two are merged by their log-sum-exp.
+
+What is gathered at a time is bounded, so that its memory is: a pass that reads more is put in several calls.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,9 @@ Varlen = Callable[..., Any]
 Gather = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Merge = Callable[..., None]
 
+MOST_GATHERED = 2**15
+"""Keys that a call gathers at most where nothing is said."""
+
 CAUSAL, UNMASKED = (-1, 0), (-1, -1)
 """Windows of `varlen_attn`: keys to the left and to the right that a row sees, -1 for all."""
 
@@ -37,7 +42,8 @@ class Call:
     """One call of `varlen_attn`, its indexes on the device.
 
     Attributes:
-        rows: (m,) int32 query rows, None for all of the pass in their order.
+        rows: (m,) int32 query rows, merged into those of calls before; None for those of `span`.
+        span: first query row and end of what a call without `rows` takes; together these are the whole pass.
         source: (n,) int32 of each packed key: its slot in the pages (page · page_tokens + offset), or
             -1 - r for row r of the pass. None takes the keys of the pass as they lie.
         q_ends, k_ends: (runs + 1,) int32 where each run starts, and where the last one ends.
@@ -52,33 +58,68 @@ class Call:
     longest_q: int
     longest_k: int
     window: tuple[int, int]
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A call with its indexes on the host."""
+
+    rows: Int32s | None
+    source: Int32s | None
+    q_ends: Int32s
+    k_ends: Int32s
+    window: tuple[int, int]
+    span: tuple[int, int]
 
 
 def plan(
-    segments: Segments, block_table: BlockTable, page_tokens: int, device: torch.device
+    segments: Segments,
+    block_table: BlockTable,
+    page_tokens: int,
+    device: torch.device,
+    most_gathered: int = MOST_GATHERED,
 ) -> tuple[Call, ...]:
-    """The calls of a pass; their indexes reach the device in one copy."""
+    """The calls of a pass; their indexes reach the device in one copy.
+
+    Args:
+        segments, block_table: of the pass.
+        page_tokens: tokens a page.
+        device: where they run.
+        most_gathered: keys that a call gathers at most; those of one segment are gathered however many.
+    """
     own = np.append(segments.q_start, segments.q_stop[-1]).astype(np.int32)
     histories = [
         (first, behind, _history(segments, block_table, first, page_tokens))
         for first, behind in segments.with_history
     ]
-    alone: tuple[Int32s | None, Int32s | None, Int32s, Int32s] = (None, None, own, own)
+    alone = _Part(None, None, own, own, CAUSAL, (int(own[0]), int(own[-1])))
     if not histories:
-        parts = [(alone, CAUSAL)]
+        parts = [alone]
     elif all(behind - first == 1 for first, behind, _ in histories):
-        parts = [(_in_one_call(segments, histories, own), CAUSAL)]
+        parts = _with_histories(segments, histories, own, most_gathered)
     else:
-        parts = [(alone, CAUSAL), (_histories_only(segments, histories), UNMASKED)]
-    arrays = [array for arrays, _ in parts for array in arrays if array is not None]
-    there = iter(upload(arrays, device))
+        parts = [alone, *_histories_only(segments, histories, most_gathered)]
+    hosts = [(part.rows, part.source, part.q_ends, part.k_ends) for part in parts]
+    there = iter(upload([array for host in hosts for array in host if array is not None], device))
     calls = []
-    for host, window in parts:
+    for part, host in zip(parts, hosts, strict=True):
         rows, source, q_ends, k_ends = (None if array is None else next(there) for array in host)
         assert q_ends is not None and k_ends is not None
-        longest_q, longest_k = (int(np.diff(ends).max()) for ends in host[2:])
-        calls.append(Call(rows, source, q_ends, k_ends, longest_q, longest_k, window))
+        longest_q, longest_k = (int(np.diff(ends).max()) for ends in (part.q_ends, part.k_ends))
+        calls.append(Call(rows, source, q_ends, k_ends, longest_q, longest_k, part.window, part.span))
     return tuple(calls)
+
+
+def _groups(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Neighbours that take no more than `most` together, or one that takes more: first and end of each."""
+    groups, start, total = [], 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > most:
+            groups.append((start, place))
+            start, total = place, 0
+        total += size
+    return [*groups, (start, len(sizes))]
 
 
 def gather(
@@ -147,10 +188,18 @@ class GatheredAttention:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Arguments and results as `reference.attend`, the pass as planned."""
-        first, *others = calls
-        out, lse = self._call(q, k, v, k_pages, v_pages, first, scale)
-        for call in others:
-            assert call.rows is not None
+        spans = [call for call in calls if call.rows is None]
+        if len(spans) == 1:
+            out, lse = self._call(q, k, v, k_pages, v_pages, spans[0], scale)
+        else:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            for call in spans:
+                own = slice(*call.span)
+                out[own], lse[own] = self._call(q[own], k, v, k_pages, v_pages, call, scale)
+        for call in calls:
+            if call.rows is None:
+                continue
             far, far_lse = self._call(q.index_select(0, call.rows), k, v, k_pages, v_pages, call, scale)
             self.merge(out, lse, far, far_lse, call.rows)
         return out, lse
@@ -205,30 +254,41 @@ def _history(segments: Segments, block_table: BlockTable, place: int, page_token
     return np.concatenate(pieces).astype(np.int32)
 
 
-def _in_one_call(
-    segments: Segments, histories: list[tuple[int, int, Int32s]], own: Int32s
-) -> tuple[None, Int32s, Int32s, Int32s]:
+def _with_histories(
+    segments: Segments, histories: list[tuple[int, int, Int32s]], own: Int32s, most_gathered: int
+) -> list[_Part]:
     """Each segment's history and, behind it, its own rows."""
     before = np.zeros(len(segments), dtype=np.int64)
     history_of = {}
     for first, _, history in histories:
         before[first], history_of[first] = len(history), history
-    ends = np.concatenate([[0], np.cumsum(before + segments.q_stop - segments.q_start)])
-    source = np.empty(int(ends[-1]), dtype=np.int32)
-    for place in range(len(segments)):
-        start, middle, stop = int(ends[place]), int(ends[place] + before[place]), int(ends[place + 1])
-        if middle > start:
-            source[start:middle] = history_of[place]
-        source[middle:stop] = -1 - np.arange(segments.q_start[place], segments.q_stop[place])
-    return None, source, own, ends.astype(np.int32)
+    num_keys = before + segments.q_stop - segments.q_start
+    parts = []
+    for first, end in _groups(num_keys.tolist(), most_gathered):
+        ends = np.concatenate([[0], np.cumsum(num_keys[first:end])]).astype(np.int32)
+        source = np.empty(int(ends[-1]), dtype=np.int32)
+        for place in range(first, end):
+            start, stop = int(ends[place - first]), int(ends[place - first + 1])
+            middle = start + int(before[place])
+            if middle > start:
+                source[start:middle] = history_of[place]
+            source[middle:stop] = -1 - np.arange(segments.q_start[place], segments.q_stop[place])
+        span = int(own[first]), int(own[end])
+        parts.append(_Part(None, source, own[first : end + 1] - own[first], ends, CAUSAL, span))
+    return parts
 
 
 def _histories_only(
-    segments: Segments, histories: list[tuple[int, int, Int32s]]
-) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+    segments: Segments, histories: list[tuple[int, int, Int32s]], most_gathered: int
+) -> list[_Part]:
     """All rows of the segments of each run against their one history."""
-    spans = [(int(segments.q_start[a]), int(segments.q_stop[b - 1])) for a, b, _ in histories]
-    rows = np.concatenate([np.arange(start, stop) for start, stop in spans]).astype(np.int32)
-    q_ends = np.cumsum([0, *(stop - start for start, stop in spans)]).astype(np.int32)
-    k_ends = np.cumsum([0, *(len(history) for *_, history in histories)]).astype(np.int32)
-    return rows, np.concatenate([history for *_, history in histories]), q_ends, k_ends
+    parts = []
+    for first, end in _groups([len(history) for *_, history in histories], most_gathered):
+        some = histories[first:end]
+        spans = [(int(segments.q_start[a]), int(segments.q_stop[b - 1])) for a, b, _ in some]
+        rows = np.concatenate([np.arange(start, stop) for start, stop in spans]).astype(np.int32)
+        q_ends = np.cumsum([0, *(stop - start for start, stop in spans)]).astype(np.int32)
+        k_ends = np.cumsum([0, *(len(history) for *_, history in some)]).astype(np.int32)
+        source = np.concatenate([history for *_, history in some])
+        parts.append(_Part(rows, source, q_ends, k_ends, UNMASKED, (0, 0)))
+    return parts

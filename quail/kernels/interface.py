@@ -148,5 +148,10 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the rows of a pass, as `reference.attend`."""
 
+    def limit_gathered(self, num_tokens: int) -> None:
+        """Has attention copy the KV of at most so many tokens from pages at a time, where it copies that of
+        several segments at all; one segment's is copied however much it is.
+        """
+
     def give_back(self) -> None:
         """Lets go of what is kept from pass to pass and made anew when it is needed."""

@@ -179,6 +179,9 @@ class TorchKernels:
             k_pages.flatten(0, 1).index_copy_(0, writes.slots, keys.index_select(0, writes.rows))
             v_pages.flatten(0, 1).index_copy_(0, writes.slots, values.index_select(0, writes.rows))
 
+    def limit_gathered(self, num_tokens: int) -> None:
+        """Nothing to do: one history is copied at a time."""
+
     def give_back(self) -> None:
         self._gate_up = None
 

@@ -34,6 +34,22 @@ class Deferred:
         return later
 
 
+class Ordered(Deferred):
+    """Wraps a model. Passes whose answers nobody asks for run all the same, late but in order, as on a card: what
+    they write goes to pages that may be others' by then.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._held: list[Later] = []
+
+    def start(self, chunk: Chunk, reads: Sequence[Read]) -> Pending:
+        later = super().start(chunk, reads)
+        assert isinstance(later, Later)
+        self._held.append(later)
+        return later
+
+
 class Later:
     """A pass that was started, and runs when it or one behind it is waited for."""
 

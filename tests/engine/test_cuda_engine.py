@@ -194,6 +194,7 @@ def test_queries_have_the_same_rows(llama, tmp_path, monkeypatch, kind, path):
     for row, other in zip(found, expected, strict=True):
         assert row == pytest.approx(other, abs=1e-4) if kind == "scores" else row == other
     assert kernels._paths == {16: path}, "another attention ran"
+    assert kernels._most_gathered == 2 * 512, "what is gathered is not what the plan counts"
     tokens = report.tokens
     assert tokens["reused_rewind"] > 0 or kind == "labels"
 

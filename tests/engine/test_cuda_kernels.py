@@ -356,6 +356,56 @@ def test_documents_without_history_are_not_gathered():
     assert only.source is None and only.rows is None
 
 
+@pytest.mark.parametrize("most_gathered", [1, 40, 130, 400])
+@pytest.mark.parametrize("kind", PASSES)
+def test_what_is_gathered_at_a_time_changes_no_answer(device, dtype, kind, most_gathered):
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("varlen_attn takes bfloat16")
+    kernels = cuda_kernels(dtype, device, "gathered")
+    kernels.limit_gathered(most_gathered)
+    made = make_pass(PASSES[kind], heads=6, kv_heads=2, head_dim=16, seed=4, dtype=dtype)
+    assert_same(kernels.attend, device, dtype, made)
+
+
+@few
+@given(st.lists(part, min_size=1, max_size=8), st.integers(0, 500), st.integers(0, 10_000))
+def test_a_pass_gathers_no_more_than_it_may(parts, most_gathered, seed):
+    """Of one segment, or one history, all is gathered."""
+    made = make_pass(parts, heads=4, kv_heads=2, head_dim=8, seed=seed, dtype=torch.float32)
+    segments = made[3]
+    calls = gathered.plan(segments, made[4], PAGE, torch.device("cpu"), most_gathered)
+    whole = gathered.plan(segments, made[4], PAGE, torch.device("cpu"), 10**9)
+    assert len(whole) <= 2
+    spans = [call.span for call in calls if call.rows is None]
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == segments.q_stop[-1]
+    for name in ("source", "rows"):
+        found, expected = (
+            [
+                value
+                for call in some
+                if getattr(call, name) is not None
+                for value in getattr(call, name).tolist()
+            ]
+            for some in (calls, whole)
+        )
+        assert found == expected
+    for call in calls:
+        num_runs = len(call.k_ends) - 1
+        assert call.source is None or len(call.source) <= most_gathered or num_runs == 1
+
+
+def test_a_bound_that_nothing_reaches_makes_one_call():
+    made = make_pass(
+        PASSES["questions after a rewind"], heads=2, kv_heads=1, head_dim=8, seed=0, dtype=torch.float32
+    )
+    sizes = [
+        len(gathered.plan(made[3], made[4], PAGE, torch.device("cpu"), most))
+        for most in (127, 126, 111, 110, 1)
+    ]
+    assert sizes == [1, 2, 2, 2, 3]  # of 86, 25 and 16 keys
+
+
 SOURCE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget

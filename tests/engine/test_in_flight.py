@@ -15,7 +15,7 @@ from quail.execution.asks import FollowUp, RunControl
 from quail.execution.run import Limits
 from quail.kv.pages import pages_for
 from quail.models.pending import CopiedBehind, copied
-from tests.engine.deferred import Deferred
+from tests.engine.deferred import Deferred, Ordered
 from tests.engine.engines import TinyEngine, assert_equal_answers
 from tests.engine.feeds import ChainFeed, PairFeed, pair_question, question
 from tests.engine.test_engine import CALLS, texts_of
@@ -91,8 +91,11 @@ def test_a_row_limit_ends_with_at_most_two_passes_more(tiny: TinyEngine, wrapped
     assert used[2] > used[1], "the pass in flight at the end is counted"
 
 
-def test_kv_of_passes_that_never_ran_is_kept_nowhere(tiny: TinyEngine) -> None:
-    """A row limit ends a run while a pass is in flight; the next run on the same pool asks about its rows."""
+@pytest.mark.parametrize("late", [Deferred, Ordered], ids=["never", "late"])
+def test_kv_of_passes_that_are_dropped_is_kept_nowhere(tiny: TinyEngine, late: type[Deferred]) -> None:
+    """A row limit ends a run while a pass is in flight; the next run on the same pool asks about its rows. The
+    pass never runs, or as the next run's first is waited for.
+    """
     texts, num_lost = texts_of(60), 0
     expected = {(d, q): tiny.oracle_answer(CALLS[q], text) for d, text in enumerate(texts) for q in (0, 1)}
     for stop_after in range(1, 12):
@@ -101,8 +104,9 @@ def test_kv_of_passes_that_never_ran_is_kept_nowhere(tiny: TinyEngine) -> None:
 
         def on_one_arena(model: Any, arena: Any = arena, models: Any = models) -> Any:
             model.arena = arena
-            models.append(Deferred(model))
-            return models[-1]
+            if not models:
+                models.append(late(model))
+            return models[0]
 
         limited = ChainFeed(texts, 2, stop_after=stop_after)
         run = tiny.new_run(
@@ -121,6 +125,9 @@ def test_kv_of_passes_that_never_ran_is_kept_nowhere(tiny: TinyEngine) -> None:
             pool=pool,
         )
         again.run()
+        num_planned = run.scheduler.num_passes + again.scheduler.num_passes
+        if late is Ordered:
+            assert models[0].num_run == num_planned
         assert again.scheduler.ledger.reused_retained > 0
         assert_equal_answers(again, expected)
         pool.clear()
