@@ -243,6 +243,7 @@ class Query:
                 format=format,
                 order=order,
                 config=session.config if session._owns_engine else None,
+                room=getattr(session._engine, "room", None) if session._owns_engine else None,
                 analyze=(lambda: self.run(order=order).report) if analyze else None,
             )
 

@@ -15,18 +15,18 @@ from quail.config import EngineConfig
 from quail.cost.budgets import ModelShape
 from quail.cost.device import ASSUMED, gpu_rates, kept_rates
 from quail.cost.gpus import SourcedRates
-from quail.cost.grants import DeviceMemory, Grant, device_grant, host_grant
+from quail.cost.grants import Grant, host_grant
 from quail.cost.roofline import seconds
 from quail.cost.work import Work
 from quail.execution.asks import Feed, RunControl
 from quail.execution.documents import DocumentEncoder
 from quail.execution.reads import Model
 from quail.execution.run import Limits, Run
-from quail.execution.runner import layout_of, passes_in_flight, retention_of, shape_of, sharing_rule
+from quail.execution.runner import Room, layout_of, passes_in_flight, retention_of, shape_of, sharing_rule
 from quail.execution.stages import Pieces, compile_stage
 from quail.kernels.choice import KernelChoice
 from quail.kv.prefix_sharing import PrefixTree
-from quail.models.device import device_memory, device_of, dtype_name
+from quail.models.device import device_of, dtype_name, grant_of
 from quail.models.outline import ModelOutline, read_outline
 from quail.models.weights import num_weights
 from quail.plan.logical import AICall
@@ -67,12 +67,15 @@ class Forecaster:
     Args:
         config: settings of the engine.
         outline: the model.
+        room: of the engine that was booted; None reckons with what one would have if it were booted now.
 
     Attributes:
         are_rates_known: whether seconds rest on this device's rates, not on assumed ones.
+        is_room_known: whether passes and pages are those of the engine. What a GPU will have free when its
+            memory is taken is not known before.
     """
 
-    def __init__(self, config: EngineConfig, outline: ModelOutline) -> None:
+    def __init__(self, config: EngineConfig, outline: ModelOutline, room: Room | None = None) -> None:
         self.model = outline.name
         self._config, self._outline = config, outline
         layout = layout_of(config, outline)
@@ -87,10 +90,16 @@ class Forecaster:
         self._shape: ModelShape = shape_of(
             outline.config, element_bytes=element_bytes, weight_bytes=weight_bytes
         )
-        self._budget = config.token_budget or self._grant().token_budget(self._shape, config.kv_memory_bytes)
+        self._room = room
+        self.is_room_known = room is not None or self.device != "cuda"
+        if room is not None:
+            self._budget = room.token_budget
+        else:
+            grant = self._grant()
+            self._budget = config.token_budget or grant.token_budget(self._shape, config.kv_memory_bytes)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Forecaster | None:
+    def of(cls, config: EngineConfig, room: Room | None = None) -> Forecaster | None:
         """A forecaster for a configuration; None where the model's files would have to be fetched first.
 
         Raises:
@@ -98,7 +107,7 @@ class Forecaster:
             PlanError: the layout does not suit the model.
         """
         outline = read_outline(config.model, config.cache_path)
-        return None if outline is None else cls(config, outline)
+        return None if outline is None else cls(config, outline, room)
 
     def documents(self, texts: pa.Array, num_documents: int, calls: Sequence[AICall]) -> DocumentCounts:
         """Counts the tokens of documents, all of them or a sample.
@@ -157,20 +166,19 @@ class Forecaster:
 
     @property
     def num_pages(self) -> int:
-        """Pages that the arena would have now.
+        """Pages that the arena has, or would have if it were made now.
 
         Raises:
             PlanError: too little memory for one.
         """
+        if self._room is not None:
+            return self._room.num_pages
         kv_bytes = self._config.kv_memory_bytes
         return self._grant().plan(self._shape, token_budget=self._budget, kv_bytes=kv_bytes).num_pages
 
     def _grant(self) -> Grant:
-        """What the engine may take; of a GPU that is otherwise empty, as the engine may be on it already."""
-        if self.device != "cuda":
-            return host_grant()
-        memory = device_memory(device_of(self._config.device))
-        return device_grant(DeviceMemory(memory.total_bytes, memory.total_bytes))
+        """What the engine may take if it were booted now."""
+        return host_grant() if self.device == "cpu" else grant_of(device_of(self._config.device))
 
     def dry_run(self, model: Model, calls: Sequence[AICall], feed: Feed, control: RunControl) -> Run:
         """A run as the engine would make it, on a model in place of this one.

@@ -67,6 +67,19 @@ class Clock:
         return {name: time / total if total else 0.0 for name, time in times.items()}
 
 
+@dataclass(frozen=True)
+class Room:
+    """What an engine has for its passes.
+
+    Attributes:
+        token_budget: most rows a pass.
+        num_pages: of its arena.
+    """
+
+    token_budget: int
+    num_pages: int
+
+
 class Engine:
     """Answers questions with one model on one device.
 
@@ -270,6 +283,11 @@ class Engine:
         """Roofline seconds of the run's work, without what was computed again, over those it took."""
         work = sum(run.scheduler.works.values(), Work()) + run.scheduler.repeated * -1
         return None if self.clock is None or not work.tokens else self.clock.speed_of_light(work, run_seconds)
+
+    @property
+    def room(self) -> Room:
+        """What it has for its passes."""
+        return Room(self.limits.token_budget, self.model.pages.num_pages)
 
     @property
     def is_sound(self) -> bool:

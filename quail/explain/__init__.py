@@ -12,6 +12,7 @@ from typing import Any
 from quail.config import EngineConfig
 from quail.errors import ConfigError
 from quail.execution.relational import HasCursor
+from quail.execution.runner import Room
 from quail.explain.as_json import as_json
 from quail.explain.as_text import as_text
 from quail.explain.blocks import Explainer
@@ -27,6 +28,7 @@ def explain(
     format: str = "text",
     order: str = "auto",
     config: EngineConfig | None = None,
+    room: Room | None = None,
     analyze: Callable[[], Mapping[str, Any]] | None = None,
 ) -> str:
     """The plan of a statement.
@@ -37,6 +39,7 @@ def explain(
         format: `text` for a tree, `json`.
         order: `auto` or `as_written`, as in a run.
         config: of the engine that would run it; tokens and seconds are predicted for it. None predicts none.
+        room: of that engine, if it was booted already.
         analyze: runs it and gives the report, to be shown beside what was planned.
 
     Raises:
@@ -48,7 +51,7 @@ def explain(
     try:
         explainer = Explainer(bound, cursor, order, config)
         blocks = explainer.blocks()
-        engine = predict(explainer, catalog, config) if config is not None and bound.calls else None
+        engine = predict(explainer, catalog, config, room) if config is not None and bound.calls else None
     finally:
         cursor.close()
     if engine is not None:

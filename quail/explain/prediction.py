@@ -17,6 +17,7 @@ from quail.execution.forecast import Forecaster
 from quail.execution.population import Population
 from quail.execution.rehearsal import rehearse
 from quail.execution.relational import HasCursor
+from quail.execution.runner import Room
 from quail.explain.blocks import Explainer
 from quail.explain.report import EngineReport
 from quail.planner.ask_groups import row_limits
@@ -24,11 +25,13 @@ from quail.planner.estimate import TokenForecast
 from quail.planner.existence import may_end_early
 
 
-def predict(explainer: Explainer, catalog: HasCursor, config: EngineConfig) -> EngineReport:
+def predict(
+    explainer: Explainer, catalog: HasCursor, config: EngineConfig, room: Room | None = None
+) -> EngineReport:
     """What the engine would do, once the blocks are known."""
     bound = explainer.bound
     try:
-        forecaster = Forecaster.of(config)
+        forecaster = Forecaster.of(config, room)
         if forecaster is None:
             where = f"the model {config.model} is not here yet"
             return EngineReport({}, problem=f"{where}; quail models fetch {config.model} brings it")
@@ -51,6 +54,7 @@ def predict(explainer: Explainer, catalog: HasCursor, config: EngineConfig) -> E
         all(each.is_exact for each in explainer.asked)
         and not report.uncertain_calls
         and not rehearsal.num_failed
+        and forecaster.is_room_known
     )
     tokens = replace(rehearsal.tokens, is_exact=is_exact)
     return replace(report, tokens=tokens, seconds=rehearsal.seconds)

@@ -11,8 +11,12 @@ import pytest
 
 import quail
 from quail.config import EngineConfig
+from quail.cost.gpus import SourcedRates
+from quail.cost.grants import DeviceMemory, device_grant
 from quail.cost.roofline import Rates
-from quail.execution import population
+from quail.execution import forecast, population
+from quail.execution.forecast import Forecaster
+from quail.execution.runner import Room
 from quail.explain import explain
 from tests.models.tiny import make_tiny
 
@@ -54,6 +58,40 @@ def test_one_filter(session: quail.Session) -> None:
         "tokens (exact): 405 naive = 181 computed + 0 rewind + 224 prefix + 0 retained\n"
         "time (estimated): 0.00204 s of tiny on cpu, float32, completion layout, by measured rates"
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_passes_and_pages_are_those_of_the_engine(
+    session: quail.Session, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """What a GPU will have free is not known before the engine takes its memory, and less afterwards."""
+    if device == "cuda":
+        monkeypatch.setattr(
+            forecast, "_device_and_rates", lambda config: ("cuda", "float32", SourcedRates(RATES, "a test's"))
+        )
+        monkeypatch.setattr(forecast, "device_of", lambda name: None)
+    monkeypatch.setattr(
+        forecast, "grant_of", lambda device: device_grant(DeviceMemory(2**30, 2**30)), raising=False
+    )
+    before = session.sql(ONE).explain()
+    assert f"tokens ({'exact' if device == 'cpu' else 'estimated'}): 405 naive" in before
+    session.sql("SELECT AI.IF(PROMPT('{0}?', 'x'))").run(progress=False)
+    engine: Any = session._engine
+    rooms = []
+    dry_run = Forecaster.dry_run
+
+    def watched(self: Forecaster, model: Any, *rest: Any) -> Any:
+        run = dry_run(self, model, *rest)
+        rooms.append(Room(run.limits.token_budget, model.pages.num_pages))
+        return run
+
+    def taken(*arguments: Any) -> Any:
+        raise AssertionError("memory is asked for again")
+
+    monkeypatch.setattr(Forecaster, "dry_run", watched)
+    monkeypatch.setattr(Forecaster, "_grant", taken)
+    assert "tokens (exact): 405 naive" in session.sql(ONE).explain()
+    assert rooms == [engine.room] == [Room(engine.describe()["token_budget"], engine.model.pages.num_pages)]
 
 
 def test_two_filters_and_json(session: quail.Session) -> None:
