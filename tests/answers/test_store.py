@@ -219,3 +219,20 @@ def test_a_disk_that_runs_full_keeps_every_batch_before(small_disk):
     assert len(list(again.rows())) == 50 * num_batches
     again.add([(FIRST, contents(1, start=10**6), logits(1))])
     again.close()
+
+
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_a_file_system_that_cannot_be_written_is_an_error_that_says_so(small_disk, has_answers):
+    path = small_disk / "answers"
+    if has_answers:
+        store = AnswerStore(path)
+        store.add([(FIRST, contents(10), logits(10))])
+        store.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StoreError, match="answers") as raised:
+        AnswerStore(path)
+    assert "must exist and be writable" in str(raised.value) + str(raised.value.hint)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    again = AnswerStore(path)
+    assert len(list(again.rows())) == (10 if has_answers else 0)
+    again.close()
