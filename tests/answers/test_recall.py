@@ -195,8 +195,10 @@ def test_the_file_lies_beside_the_database(opened, folder, tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("budget", [48, 256])
-@pytest.mark.parametrize("wave", [4, 16])
+@pytest.mark.parametrize(
+    ("wave", "budget"),
+    [(4, 256), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 48), (16, 48), (16, 256)))],
+)
 @pytest.mark.parametrize("search", ["EXISTS", "NOT EXISTS", "SEMI", "ANTI"])
 def test_a_search_in_parts_stores_the_answers_of_its_own_pairs(
     opened, tmp_path, monkeypatch, search, wave, budget

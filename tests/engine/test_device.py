@@ -75,6 +75,7 @@ def test_tiny_models_in_float32(tmp_path: Path, device: str, family: Any, settin
 
 
 @DEVICES
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_default_model(device: str, dtype: str) -> None:
     with opened("smollm2-135m", "cpu", "float32", kv_memory="128MiB") as session:

@@ -275,7 +275,11 @@ def opened(folder: Any, cache: Any, depth: int, **settings: Any) -> quail.Sessio
 
 @pytest.mark.parametrize("statement", STATEMENTS)
 @pytest.mark.parametrize(
-    "settings", [{}, {"prefix_sharing": "on", "retention": "keep"}], ids=["auto", "keep"]
+    "settings",
+    [
+        pytest.param({}, id="auto"),
+        pytest.param({"prefix_sharing": "on", "retention": "keep"}, id="keep", marks=pytest.mark.slow),
+    ],
 )
 def test_statements(tmp_path_factory: pytest.TempPathFactory, statement: str, settings: Any) -> None:
     folder = make_tiny(tmp_path_factory.mktemp("model"), "llama", seed=4, context=512)

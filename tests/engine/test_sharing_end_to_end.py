@@ -32,7 +32,7 @@ DISH = "SELECT id FROM calls WHERE AI.IF(PROMPT(E'{0}\\n\\nDoes the caller name 
 
 @pytest.fixture(autouse=True)
 def fixed_rates(monkeypatch):
-    monkeypatch.setattr("quail.execution.runner.rates_of", lambda *args, **kwargs: RATES)
+    monkeypatch.setattr("quail.cost.device.rates_of", lambda *args, **kwargs: RATES)
     monkeypatch.setattr("quail.execution.forecast.kept_rates", lambda *args, **kwargs: RATES)
 
 
