@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from quail.plan import syntax
 from quail.plan.functions import aggregate_names
 from quail.plan.statement import Block, Clause, ExpressionPlace, Site, calls_in
 from quail.plan.syntax import Node
-from quail.planner.from_tables import can_be_numbered
+from quail.planner.from_tables import can_be_numbered, table_at
 
 _MATCHING_JOINS = ("SEMI", "ANTI")
 
@@ -19,9 +18,7 @@ def decides_existence(site: Site, blocks: Sequence[Block]) -> bool:
     place = site.place
     block = blocks[place.block]
     if place.clause is Clause.ON:
-        join: Any = block.from_table
-        for side in place.join or ():
-            join = join[side]
+        join = table_at(block.from_table, place.join or ())
         return join.get("join_type") in _MATCHING_JOINS and _is_operand_of_and(site)
     if place.clause is not Clause.WHERE or place.root is not site.node or len(site.places) < 2:
         return False
@@ -30,12 +27,12 @@ def decides_existence(site: Site, blocks: Sequence[Block]) -> bool:
 
 def may_end_early(site: Site, blocks: Sequence[Block]) -> bool:
     """Whether a row's search ends with its first TRUE answer, if its rows can be told apart."""
+    place = site.place
     if not decides_existence(site, blocks):
         return False
-    join: Any = blocks[site.place.block].from_table
-    for side in site.place.join or ():
-        join = join[side]
-    return site.place.clause is not Clause.ON or can_be_numbered(join["left"])
+    if place.clause is not Clause.ON:
+        return True
+    return can_be_numbered(table_at(blocks[place.block].from_table, place.join or ())["left"])
 
 
 def is_existence(block: Block) -> bool:

@@ -18,6 +18,7 @@ from quail.errors import ModelError
 from quail.models import converted
 from quail.models.files import DigestIndex, sha256_of_file
 from quail.models.loader import LoadedModel, load_model
+from tests.models.damages import cut, empty, flip_a_byte, garbage
 from tests.models.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -85,24 +86,6 @@ def test_a_folder_in_the_wanted_dtype_is_mapped_without_conversion(
     assert not (tmp_path / "converted").exists()
     assert load(tiny("llama"), tmp_path, torch.bfloat16)[1]
     assert not load(tiny("llama"), tmp_path, torch.bfloat16)[1]
-
-
-def flip_a_byte(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-8] ^= 1
-    path.write_bytes(raw)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def garbage(path: Path) -> None:
-    path.write_bytes(b"[" * 5000)
 
 
 def edit_config(path: Path) -> None:

@@ -19,6 +19,7 @@ from quail.kernels.interface import Matrix
 from quail.models import packed
 from quail.models.loader import load_model
 from quail.models.packed import MOST_FOLDERS, PackedMatrices
+from tests.models.damages import cut, empty, flip_a_byte, garbage
 
 NAMES = ("0.qkv", "0.down", "1.qkv", "1.down")
 
@@ -71,24 +72,6 @@ def test_a_matrix_without_scales_is_kept_as_it_is(tmp_path: Path) -> None:
         matrix = store.matrix("0.out", lambda: Matrix(torch.arange(6, dtype=torch.int8).view(2, 3), 2))
         store.keep()
     assert matrix.scales is None and matrix.data.tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def flip_a_byte(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-8] ^= 1
-    path.write_bytes(raw)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def garbage(path: Path) -> None:
-    path.write_bytes(b"[" * 5000)
 
 
 def other_columns(path: Path) -> None:
