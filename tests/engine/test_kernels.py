@@ -198,6 +198,28 @@ def test_what_is_not_finite_stays_in_its_segment(native):
     assert found[5].isnan().all()
 
 
+@pytest.mark.parametrize("ill", range(5))
+def test_what_is_not_finite_stays_in_its_partner(native, ill):
+    """Partners of one anchor are attended to side by side; one of them holds NaN among its keys and values."""
+    kernels, dtype = native
+    lengths = [7, 5, 20, 1, 7]
+    case = make_case(
+        lengths, [150] * 5, [False] * 5, heads=9, kv_heads=3, head_dim=64, seed=5, scattered=True, dtype=dtype
+    )
+    q, k, v, k_pages, v_pages, segments, block_table = case
+    segments.table_row[:] = 0
+    assert segments.with_history == ((0, 5),)
+    clean, clean_lse = kernels.attend(*case, scale=0.125)
+    rows = slice(sum(lengths[:ill]), sum(lengths[: ill + 1]))
+    k[rows], v[rows] = float("nan"), float("inf")
+    found, found_lse = kernels.attend(q, k, v, k_pages, v_pages, segments, block_table, scale=0.125)
+    assert found[rows].isnan().all()
+    healthy = torch.ones(len(q), dtype=torch.bool)
+    healthy[rows] = False
+    assert torch.equal(found[healthy], clean[healthy])
+    assert torch.equal(found_lse[healthy], clean_lse[healthy])
+
+
 def test_scores_of_minus_infinity_weigh_nothing(native):
     kernels, dtype = native
     q = torch.ones(3, 2, 8, dtype=dtype)

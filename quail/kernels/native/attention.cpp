@@ -1,7 +1,8 @@
 // Attention of the rows of a pass over paged KV, earlier rows and themselves.
 //
-// A task is one KV head and a block of rows whose segments read the same history. The query heads of the KV
-// head are stacked as further rows, so that each key and value is brought into packed form once a block. The
+// A task is one KV head and a block of rows whose segments read the same history. The query heads of the KV head
+// are stacked as further rows, and stacked rows are the lanes of vectors: queries are turned into columns once, keys
+// and values are broadcast as they lie, and everything that a row keeps for itself is a lane among others. The
 // softmax runs along: a row keeps its largest score, the sum of its weights and its weighted values so far, and
 // scales them down when a larger score comes (online softmax, arXiv:1805.02867; blocks as in FlashAttention,
 // arXiv:2205.14135). What a row reads is cut into blocks from the row's own beginnings, so its result does not
@@ -11,7 +12,7 @@
 #include <vector>
 
 #include "parallel.h"
-#include "tile.h"
+#include "window.h"
 
 using namespace quail;
 
@@ -52,9 +53,8 @@ struct QuailAttend {
 
 namespace {
 
-constexpr int KEYS = 128;              // keys of a block
-constexpr int KEY_PANELS = KEYS / PANEL;
-constexpr int BLOCK_ROWS = 8 * TILE_ROWS;  // stacked rows of a block, about
+constexpr int BLOCK_ROWS = 9 * WINDOW;  // stacked rows of a block, about
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 
 struct Block {  // rows [first, last), segments [segment, last_segment)
     long first, last, segment, last_segment;
@@ -78,31 +78,50 @@ std::vector<Block> blocks_of(const QuailAttend& job, long rows_of_a_block) {
     return found;
 }
 
-struct Piece {  // rows of one tile: all of one segment
-    long row;        // first row of the pass
-    int stacked;     // first stacked row of the block
-    int first_head;  // stacked row r is row + (first_head + r) / group
-    int height;
+class Room {  // floats that begin with a line of the cache
+    struct alignas(64) Line {
+        float floats[16];
+    };
+    std::vector<Line> lines;
+
+  public:
+    float* of(size_t count) {
+        if (lines.size() * 16 < count) lines.resize((count + 15) / 16);
+        return lines.data()->floats;
+    }
+};
+
+struct Lane {  // a stacked row
+    long query;  // element of q at which its query begins
+    long place;  // row of the pass * heads + head
+};
+
+// A task at work.
+struct Stack {
+    long head;                  // of keys and values
+    int lanes;                  // stacked rows
+    long stride;                // of a dimension: room for the lanes and a vector more
+    float *queries, *out;       // (head_dim, stride)
+    float *largest, *total;     // (stride,)
+    std::vector<Lane> lane;     // (lanes,)
+    std::vector<int32_t> own;   // (stride,) rows of its segment before a lane's
+};
+
+struct Span {  // of stacked rows: all those of one segment in a block
     long segment;
+    int begin, end;
 };
 
 struct Scratch {
-    std::vector<float> queries, keys, values, weights, scores, out, largest, total, widened;
-    std::vector<Piece> pieces;
+    Stack stack;
+    std::vector<Span> spans;
+    Room queries, out, largest, total, keys, values, weights, turned;
 };
-
-inline const float* widened(const float* from, long, float*) { return from; }
-inline const float* widened(const bf16* from, long count, float* copy) {
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) store(copy + i, load(from + i));
-    for (; i < count; ++i) copy[i] = widen(from[i]);
-    return copy;
-}
 
 template <class T>
 class Attention {
     const QuailAttend& job;
-    const long group, dim, padded;
+    const long group, dim, slices;
 
     // Keys and values of tokens [begin, end) of a history.
     void find_history(long segment, long head, long begin, long end, const T** keys, const T** values) const {
@@ -110,10 +129,14 @@ class Attention {
         const long paged = job.paged_tokens[segment];
         const int64_t* pages = job.table + (paged ? job.table_row[segment] * job.table_stride : 0);
         long token = begin;
-        for (; token < std::min(end, paged); ++token) {
-            const long at = (pages[token / job.page_tokens] * job.page_tokens + token % job.page_tokens) * slot;
-            *keys++ = static_cast<const T*>(job.k_pages) + at + head * dim;
-            *values++ = static_cast<const T*>(job.v_pages) + at + head * dim;
+        while (token < std::min(end, paged)) {
+            const long page = token / job.page_tokens, first = page * job.page_tokens;
+            const long stop = std::min(std::min(end, paged), first + job.page_tokens);
+            long at = (pages[page] * job.page_tokens + token - first) * slot + head * dim;
+            for (; token < stop; ++token, at += slot) {
+                *keys++ = static_cast<const T*>(job.k_pages) + at;
+                *values++ = static_cast<const T*>(job.v_pages) + at;
+            }
         }
         long before = paged;
         for (long range = segment ? job.context_end[segment - 1] : 0; range < job.context_end[segment]; ++range) {
@@ -138,173 +161,191 @@ class Attention {
         return found;
     }
 
-    void pack_keys(const T* const* keys, int count, Scratch& s) const {
-        for (int first = 0; first < count; first += LANES) {
-            const float* rows[LANES] = {};
-            for (int lane = 0; lane < LANES && first + lane < count; ++lane) {
-                rows[lane] = widened(keys[first + lane], dim, s.widened.data() + lane * dim);
-            }
-            float* panel = s.keys.data() + first / PANEL * dim * PANEL + first % PANEL;
-            transpose(rows, LANES, dim, panel, PANEL);
-        }
-        if (count % PANEL && count % PANEL <= LANES) {  // the right half of the last panel
-            float* panel = s.keys.data() + count / PANEL * dim * PANEL + LANES;
-            for (long k = 0; k < dim; ++k) store(panel + k * PANEL, Floats{});
-        }
-    }
-
-    void pack_values(const T* const* values, int count, Scratch& s) const {
-        for (int key = 0; key < count; ++key) {
-            float* to = s.values.data() + key * PANEL;
-            for (long first = 0; first < padded; first += LANES, to += first % PANEL ? LANES : KEYS * PANEL - LANES) {
-                if (first + LANES <= dim) {
-                    store(to, load(values[key] + first));
-                    continue;
-                }
-                for (long d = 0; d < LANES; ++d) to[d] = first + d < dim ? widen(values[key][first + d]) : 0.0f;
+    // Brings rows of keys or values side by side, widened, in slices of (count, SLICE).
+    void gather(const T* const* rows, int count, float* to) const {
+        for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE) {
+            const long dims = std::min<long>(SLICE, dim - slice);
+            for (int key = 0; key < count; ++key) {
+                const T* from = rows[key] + slice;
+                float* place = to + key * SLICE;
+                long d = 0;
+                for (; d + LANES <= dims; d += LANES) store(place + d, load(from + d));
+                for (; d < dims; ++d) place[d] = widen(from[d]);
             }
         }
     }
 
-    // One tile against one packed block of keys. `seen` is the number of the block's keys that stacked row r of
-    // the tile sees.
-    template <class Seen>
-    void meet(const Piece& tile, int most, Scratch& s, const Seen& seen) const {
-        const int panels = (most + PANEL - 1) / PANEL, width = panels * PANEL;
-        const float* queries = s.queries.data() + tile.stacked * dim;
-        const Tile scores_of = packed_tile(tile.height), add_values = adding_tile<KEYS>(tile.height);
-        for (int panel = 0; panel < panels; ++panel) {
-            scores_of(queries, s.keys.data() + panel * dim * PANEL, dim, s.scores.data() + panel * PANEL, KEYS);
+    // Lanes [begin, end) of a block, a window or less, against the first `most` of the gathered keys. Lanes see all of
+    // them but for those from `least` on, of which lane r sees those before own[r] - first.
+    void meet(const Stack& stack, int begin, int end, int least, int most, long first, Scratch& s) const {
+        const int wide = (end - begin + LANES - 1) / LANES;
+        const float *keys = s.keys.of(0), *values = s.values.of(0);
+        float* weights = s.weights.of(0);
+        for (long slice = 0; slice < dim; slice += SLICE) {
+            const float *queries = stack.queries + slice * stack.stride + begin, *key = keys + slice * KEYS;
+            const long dims = std::min<long>(SLICE, dim - slice);
+            for_tiles(most, wide, [&](int row, int high) {
+                score_tile(high, wide)(
+                    key + row * SLICE, queries, stack.stride, dims, weights + row * WINDOW, slice > 0);
+            });
         }
-        for (int r = 0; r < tile.height; ++r) {
-            float* scores = s.scores.data() + r * KEYS;
-            const int limit = seen(r);
-            Floats most_of = splat(-INFINITY);
-            for (int i = 0; i < width; i += LANES) {
-                Floats each = load(scores + i) * job.scale;
-                each = lane_numbers() < limit - i ? each : splat(-INFINITY);
-                store(scores + i, each);
-                most_of = each > most_of ? each : most_of;
-            }
-            float &before = s.largest[tile.stacked + r], &total = s.total[tile.stacked + r];
-            const float now = std::max(before, largest(most_of));
-            const float base = now == -INFINITY ? 0 : now;
-            if (now > before) {
-                const float fade = exp_of_negative(splat(before - base))[0];
-                float* out = s.out.data() + (tile.stacked + r) * padded;
-                for (long d = 0; d < padded; d += LANES) store(out + d, load(out + d) * fade);
-                total *= fade;
-                before = now;
-            }
-            float* weights = s.weights.data() + r * KEYS;
-            Floats added = {};
-            for (int i = 0; i < width; i += LANES) {
-                const Floats each = exp_of_negative(load(scores + i) - base);
-                added += each;
-                store(weights + i, each);
-            }
-            total += sum(added);
+        alignas(64) float fade[WINDOW];
+        for (int w = 0; w < wide; ++w) {
+            const int lane = begin + w * LANES;
+            store(fade + w * LANES, weigh(stack, lane, end, least, most, first, weights + w * LANES));
         }
-        float* out = s.out.data() + tile.stacked * padded;
-        for (long d = 0; d < padded; d += PANEL) {
-            add_values(s.weights.data(), s.values.data() + d * KEYS, most, out + d, padded);
+        for (long slice = 0; slice < dim; slice += SLICE) {
+            float* out = stack.out + slice * stack.stride + begin;
+            const float* value = values + slice * KEYS;
+            for_tiles(std::min<long>(SLICE, dim - slice), wide, [&](int d, int high) {
+                value_tile(high, wide)(
+                    value + d, weights, most, out + d * stack.stride, stack.stride, fade, end - begin);
+            });
         }
     }
 
-    void cut_pieces(const Block& block, Scratch& s) const {
-        s.pieces.clear();
-        int stacked = 0;
+    // Turns a vector of lanes' scores into weights; what the lanes had before is to be multiplied with the result.
+    Floats weigh(const Stack& stack, int lane, int end, int least, int most, long first, float* scores) const {
+        if (least < most) {
+            Ints own;
+            std::memcpy(&own, stack.own.data() + lane, sizeof own);
+            own -= int32_t(first);
+            for (int key = least; key < most; ++key) {
+                const Floats each = load(scores + key * WINDOW);
+                store(scores + key * WINDOW, own >= key ? each : splat(-INFINITY));
+            }
+        }
+        const Floats before = load(stack.largest + lane);
+        Floats each_fourth[4] = {before, before, before, before};
+        for (int key = 0; key < most; ++key) {
+            each_fourth[key % 4] = larger(load(scores + key * WINDOW), each_fourth[key % 4]);
+        }
+        const Floats now = larger(larger(each_fourth[0], each_fourth[1]), larger(each_fourth[2], each_fourth[3]));
+        const Ints there = lane_numbers() < end - lane;
+        store(stack.largest + lane, there ? now : before);
+        const Floats base = now == splat(-INFINITY) ? Floats{} : now;
+        const Floats fade = exp2_of_negative(before - base);
+        const Floats total_before = load(stack.total + lane);
+        Floats total = total_before * fade;
+        for (int key = 0; key < most; ++key) {
+            const Floats each = exp2_of_negative(load(scores + key * WINDOW) - base);
+            total += each;
+            store(scores + key * WINDOW, each);
+        }
+        store(stack.total + lane, there ? total : total_before);
+        return fade;
+    }
+
+    void stack_rows(const Block& block, long head, Scratch& s) const {
+        Stack& stack = s.stack;
+        stack.head = head;
+        stack.lane.clear();
+        stack.own.clear();
+        s.spans.clear();
         for (long segment = block.segment; segment < block.last_segment; ++segment) {
-            const long begin = std::max<long>(block.first, job.q_start[segment]);
-            const int count = (std::min<long>(block.last, job.q_stop[segment]) - begin) * group;
-            const int tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
-            for (int t = 0; t < tiles; ++t) {
-                const int from = count * t / tiles, height = count * (t + 1) / tiles - from;
-                s.pieces.push_back({begin + from / group, stacked + from, int(from % group), height, segment});
+            const long start = job.q_start[segment], stop = std::min<long>(block.last, job.q_stop[segment]);
+            const int begin = stack.lane.size();
+            for (long row = std::max<long>(block.first, start); row < stop; ++row) {
+                for (long each = 0; each < group; ++each) {
+                    const long of_query = head * group + each;
+                    stack.lane.push_back({row * job.q_stride + of_query * dim, row * job.heads + of_query});
+                    stack.own.push_back(row - start);
+                }
             }
-            stacked += count;
+            s.spans.push_back({segment, begin, int(stack.lane.size())});
         }
-        const size_t rows = stacked;
-        s.queries.resize(std::max<size_t>(s.queries.size(), rows * dim + LANES));
-        s.keys.resize(std::max<size_t>(s.keys.size(), KEYS * dim + LANES));
-        s.values.resize(std::max<size_t>(s.values.size(), KEYS * padded));
-        s.weights.resize(TILE_ROWS * KEYS);
-        s.scores.resize(TILE_ROWS * KEYS);
-        s.widened.resize(std::max<size_t>(s.widened.size(), LANES * dim));
-        s.out.assign(rows * padded, 0.0f);
-        s.largest.assign(rows, -INFINITY);
-        s.total.assign(rows, 0.0f);
+        stack.lanes = stack.lane.size();
+        stack.stride = ((stack.lanes / LANES + 1) | 1) * LANES;  // odd: lines of a column lie apart in the cache
+        stack.own.resize(stack.stride);
+        stack.queries = s.queries.of(dim * stack.stride + LANES);
+        stack.out = s.out.of(dim * stack.stride);
+        stack.largest = s.largest.of(stack.stride);
+        stack.total = s.total.of(stack.stride);
+        std::fill_n(stack.out, dim * stack.stride, 0.0f);
+        std::fill_n(stack.total, stack.stride, 0.0f);
+        std::fill_n(stack.largest, stack.stride, -INFINITY);
+        s.keys.of(slices * SLICE * KEYS);
+        s.values.of(slices * SLICE * KEYS);
+        s.weights.of(WINDOW * KEYS);
+        s.turned.of(LANES * (dim + LANES));
     }
 
-    void pack_queries(long head, Scratch& s) const {
-        for (const Piece& tile : s.pieces) {
+    // Queries as columns, multiplied so that 2 to the power of a score is its weight.
+    void turn_queries(const Stack& stack, Scratch& s) const {
+        const float factor = job.scale * LOG2_E;
+        float* turned = s.turned.of(0);
+        for (int first = 0; first < stack.lanes; first += LANES) {
             const float* rows[LANES];
-            for (int r = 0; r < tile.height; ++r) {
-                const long at = tile.first_head + r;
-                const T* query = static_cast<const T*>(job.q) + (tile.row + at / group) * job.q_stride +
-                                 (head * group + at % group) * dim;
-                rows[r] = widened(query, dim, s.widened.data() + r * dim);
+            const int count = std::min(LANES, stack.lanes - first);
+            for (int r = 0; r < count; ++r) {
+                const T* query = static_cast<const T*>(job.q) + stack.lane[first + r].query;
+                float* to = turned + r * dim;
+                long d = 0;
+                for (; d + LANES <= dim; d += LANES) store(to + d, load(query + d) * factor);
+                for (; d < dim; ++d) to[d] = widen(query[d]) * factor;
+                rows[r] = to;
             }
-            transpose(rows, tile.height, dim, s.queries.data() + tile.stacked * dim, tile.height);
+            transpose(rows, count, dim, stack.queries + first, stack.stride);
         }
     }
 
-    void read_history(const Block& block, long head, Scratch& s) const {
+    void read_history(const Block& block, Scratch& s) const {
         const T *keys[KEYS], *values[KEYS];
+        const Stack& stack = s.stack;
         const long tokens = history_tokens(block.segment);
         for (long begin = 0; begin < tokens; begin += KEYS) {
             const int count = std::min<long>(KEYS, tokens - begin);
-            find_history(block.segment, head, begin, begin + count, keys, values);
-            pack_keys(keys, count, s);
-            pack_values(values, count, s);
-            for (const Piece& tile : s.pieces) {
-                meet(tile, count, s, [&](int) { return count; });
+            find_history(block.segment, stack.head, begin, begin + count, keys, values);
+            gather(keys, count, s.keys.of(0));
+            gather(values, count, s.values.of(0));
+            for (int lane = 0; lane < stack.lanes; lane += WINDOW) {
+                meet(stack, lane, std::min(stack.lanes, lane + WINDOW), count, count, 0, s);
             }
         }
     }
 
-    void read_own(const Block& block, long head, Scratch& s) const {
+    void read_own(Scratch& s) const {
         const T *keys[KEYS], *values[KEYS];
-        auto tile = s.pieces.begin();
-        for (long segment = block.segment; segment < block.last_segment; ++segment) {
-            const auto first_tile = tile;
-            while (tile != s.pieces.end() && tile->segment == segment) ++tile;
-            const long start = job.q_start[segment];
-            const long stop = std::min<long>(block.last, job.q_stop[segment]);
-            for (long begin = start; begin < stop; begin += KEYS) {
-                const int count = std::min<long>(KEYS, stop - begin);
+        const Stack& stack = s.stack;
+        for (const Span& span : s.spans) {
+            const long start = job.q_start[span.segment], rows = stack.own[span.end - 1] + 1;
+            for (long first = 0; first < rows; first += KEYS) {
+                const int count = std::min<long>(KEYS, rows - first);
                 for (int i = 0; i < count; ++i) {
-                    keys[i] = row_of(job.k, job.k_stride, begin + i, head);
-                    values[i] = row_of(job.v, job.v_stride, begin + i, head);
+                    keys[i] = row_of(job.k, job.k_stride, start + first + i, stack.head);
+                    values[i] = row_of(job.v, job.v_stride, start + first + i, stack.head);
                 }
-                pack_keys(keys, count, s);
-                pack_values(values, count, s);
-                for (auto each = first_tile; each != tile; ++each) {
-                    const Piece& piece = *each;
-                    const auto seen = [&](int r) {
-                        const long own = piece.row + (piece.first_head + r) / group;
-                        return int(std::max<long>(0, std::min<long>(count, own + 1 - begin)));
-                    };
-                    const int most = seen(piece.height - 1);
-                    if (most > 0) meet(piece, most, s, seen);
+                gather(keys, count, s.keys.of(0));
+                gather(values, count, s.values.of(0));
+                for (int lane = span.begin; lane < span.end; lane += WINDOW) {
+                    const int end = std::min(span.end, lane + WINDOW);
+                    const int most = std::min<long>(count, stack.own[end - 1] + 1 - first);
+                    const int least = std::max<long>(0, stack.own[lane] + 1 - first);
+                    if (most > 0) meet(stack, lane, end, least, most, first, s);
                 }
             }
         }
     }
 
-    void write(long head, Scratch& s) const {
-        for (const Piece& tile : s.pieces) {
-            for (int r = 0; r < tile.height; ++r) {
-                const long at = tile.first_head + r;
-                const long place = (tile.row + at / group) * job.heads + head * group + at % group;
-                const float total = s.total[tile.stacked + r];
-                const float* from = s.out.data() + (tile.stacked + r) * padded;
+    void write(const Stack& stack, Scratch& s) const {
+        const long width = (dim + LANES - 1) / LANES * LANES;
+        float* turned = s.turned.of(0);
+        for (int first = 0; first < stack.lanes; first += LANES) {
+            for (long d = 0; d < dim; d += LANES) {
+                const float* columns[LANES];
+                const int count = std::min<long>(LANES, dim - d);
+                for (int i = 0; i < count; ++i) columns[i] = stack.out + (d + i) * stack.stride + first;
+                transpose(columns, count, LANES, turned + d, width);
+            }
+            for (int lane = first; lane < std::min(stack.lanes, first + LANES); ++lane) {
+                const long place = stack.lane[lane].place;
+                const float share = 1.0f / stack.total[lane];
+                const float* from = turned + (lane - first) * width;
                 T* to = static_cast<T*>(job.out) + place * dim;
-                const float share = 1.0f / total;
                 long d = 0;
                 for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d) * share);
                 for (; d < dim; ++d) put(to + d, from[d] * share);
-                if (job.lse) job.lse[place] = s.largest[tile.stacked + r] + std::log(total);
+                if (job.lse) job.lse[place] = stack.largest[lane] * LN_2 + std::log(stack.total[lane]);
             }
         }
     }
@@ -314,7 +355,7 @@ class Attention {
         : job(job),
           group(job.heads / job.kv_heads),
           dim(job.head_dim),
-          padded((dim + PANEL - 1) / PANEL * PANEL) {}
+          slices((dim + SLICE - 1) / SLICE) {}
 
     void run() const {
         const auto blocks = blocks_of(job, std::max<long>(1, BLOCK_ROWS / group));
@@ -322,11 +363,11 @@ class Attention {
             static thread_local Scratch scratch;
             const Block& block = blocks[task / job.kv_heads];
             const long head = task % job.kv_heads;
-            cut_pieces(block, scratch);
-            pack_queries(head, scratch);
-            read_history(block, head, scratch);
-            read_own(block, head, scratch);
-            write(head, scratch);
+            stack_rows(block, head, scratch);
+            turn_queries(scratch.stack, scratch);
+            read_history(block, scratch);
+            read_own(scratch);
+            write(scratch.stack, scratch);
         });
     }
 };

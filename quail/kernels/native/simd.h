@@ -64,6 +64,10 @@ inline Floats load(const float* from) {
 }
 
 inline Floats load(const bf16* from) {
+#if defined(__AVX512F__)
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return (Floats)_mm512_slli_epi32(words, 16);
+#endif
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
@@ -89,14 +93,31 @@ inline float sum(Floats x) {
     return found;
 }
 
-inline float largest(Floats x) {
+// The larger of each two lanes; where one is NaN, b.
+inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)x);
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-    float found = x[0];
-    for (int lane = 1; lane < LANES; ++lane) found = found < x[lane] ? x[lane] : found;
-    return found;
+    return a > b ? a : b;
 #endif
+}
+
+// 2^x for x <= 0, relative error about 1e-7; 2^-inf = 0, results under 2^-125 are 0, NaN stays NaN.
+// x = n + r, |r| <= 1/2, 2^r by the polynomial of degree 6 of least relative error that is 1 at 0.
+inline Floats exp2_of_negative(Floats x) {
+    const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Floats shifted = x + magic;
+    const Floats r = x - (shifted - magic);
+    Floats p = r * 1.5594678e-4f + 1.3406644e-3f;
+    p = p * r + 9.617693e-3f;
+    p = p * r + 5.5503104e-2f;
+    p = p * r + 2.4022652e-1f;
+    p = p * r + 6.9314724e-1f;
+    p = p * r + 1.0f;
+    const Floats found = p * (Floats)(((Words)shifted << 23) + 0x3f800000);
+    return x < -125.0f ? splat(0.0f) : found;
 }
 
 // exp(x) for x <= 0, relative error about 1e-7; exp(-inf) = 0, results under 2^-126 are 0, NaN stays NaN.

@@ -1,61 +1,43 @@
-// The one inner loop: a tile of rows times a packed panel of columns.
-//
-// Each element of the result is one chain of additions in the order of the inner dimension, whatever the tile's
-// height: a row's result does not depend on the rows around it.
+// Inner loops over tiles: sums of products that stay in registers, and rows turned into columns.
 #pragma once
-
-#include <utility>
 
 #include "simd.h"
 
 namespace quail {
 
-// c[r, 0:PANEL] (+)= sum over k of a[r * ROW_STRIDE + k * STEP_STRIDE] * b[k * PANEL, 0:PANEL], rows R... Written
-// without loops over rows, so that all sums stay in registers.
-template <int ROW_STRIDE, int STEP_STRIDE, bool ADD, int... R>
-void tile(std::integer_sequence<int, R...>, const float* a, const float* b, long steps, float* c, long c_stride) {
-    Floats left_total[] = {ADD ? load(c + R * c_stride) : Floats{}...};
-    Floats right_total[] = {ADD ? load(c + R * c_stride + LANES) : Floats{}...};
-    for (long k = 0; k < steps; ++k) {
-        const Floats left = load(b + k * PANEL), right = load(b + k * PANEL + LANES);
-        Floats each;
-        ((each = splat(a[R * ROW_STRIDE + k * STEP_STRIDE]),
-          left_total[R] += each * left,
-          right_total[R] += each * right),
-         ...);
+// total += a[0] * b. Processors with AVX-512 broadcast a[0] as they multiply: one operation fewer.
+inline void add_product(Floats& total, const float* a, Floats b) {
+#if defined(__AVX512F__) && defined(__GNUC__)
+    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(b), "m"(*a));
+#else
+    total += *a * b;
+#endif
+}
+
+// total[r] += sum over k of a[r * ROW_STRIDE + k * STEP_STRIDE] * b[k * b_stride, 0:WIDE vectors].
+//
+// Each element of the result is one chain of additions in the order of the inner dimension, whatever the shape of
+// the tile: a lane's result does not depend on the lanes around it.
+template <int ROW_STRIDE, int STEP_STRIDE, int HIGH, int WIDE>
+inline __attribute__((always_inline)) void add_products(
+    Floats (&total)[HIGH][WIDE], const float* a, const float* b, long b_stride, long steps) {
+    for (long k = 0; k < steps; ++k, a += STEP_STRIDE, b += b_stride) {
+        Floats columns[WIDE];
+#pragma GCC unroll 3
+        for (int w = 0; w < WIDE; ++w) columns[w] = load(b + w * LANES);
+#pragma GCC unroll 14
+        for (int r = 0; r < HIGH; ++r) {
+            // Half of the broadcasts are loads of their own: the ports of loads have room for no more of the others.
+            if (WIDE == 1 || r % 2) {
+#pragma GCC unroll 3
+                for (int w = 0; w < WIDE; ++w) add_product(total[r][w], a + r * ROW_STRIDE, columns[w]);
+            } else {
+                const Floats each = splat(a[r * ROW_STRIDE]);
+#pragma GCC unroll 3
+                for (int w = 0; w < WIDE; ++w) total[r][w] += each * columns[w];
+            }
+        }
     }
-    ((store(c + R * c_stride, left_total[R]), store(c + R * c_stride + LANES, right_total[R])), ...);
-}
-
-using Tile = void (*)(const float*, const float*, long, float*, long);
-
-template <int ROWS>
-void packed_rows(const float* a, const float* b, long steps, float* c, long c_stride) {
-    tile<1, ROWS, false>(std::make_integer_sequence<int, ROWS>(), a, b, steps, c, c_stride);
-}
-
-template <int ROWS, int ROW_STRIDE>
-void strided_rows(const float* a, const float* b, long steps, float* c, long c_stride) {
-    tile<ROW_STRIDE, 1, true>(std::make_integer_sequence<int, ROWS>(), a, b, steps, c, c_stride);
-}
-
-// Tiles of 1 to TILE_ROWS rows that lie packed, step by step.
-template <int... HEIGHT_LESS_1>
-Tile packed_tile(int rows, std::integer_sequence<int, HEIGHT_LESS_1...>) {
-    static constexpr Tile tiles[] = {packed_rows<HEIGHT_LESS_1 + 1>...};
-    return tiles[rows - 1];
-}
-inline Tile packed_tile(int rows) { return packed_tile(rows, std::make_integer_sequence<int, TILE_ROWS>()); }
-
-// Tiles of rows of ROW_STRIDE floats each, added to what is there.
-template <int ROW_STRIDE, int... HEIGHT_LESS_1>
-Tile adding_tile(int rows, std::integer_sequence<int, HEIGHT_LESS_1...>) {
-    static constexpr Tile tiles[] = {strided_rows<HEIGHT_LESS_1 + 1, ROW_STRIDE>...};
-    return tiles[rows - 1];
-}
-template <int ROW_STRIDE>
-inline Tile adding_tile(int rows) {
-    return adding_tile<ROW_STRIDE>(rows, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
 #if defined(__AVX512F__)
