@@ -238,7 +238,7 @@ def test_scores_of_minus_infinity_weigh_nothing(native):
 @sizes
 @given(
     st.integers(1, 60),
-    st.sampled_from([1, 2, 31, 64, 65, 127, 200, 576]),
+    st.sampled_from([1, 2, 31, 65, 127, 192, 193, 200, 576]),
     st.integers(1, 100),
     st.integers(0, 99),
     st.sampled_from([1e-3, 1.0, 1e4]),
@@ -298,6 +298,18 @@ def test_integer_products_of_zeros_and_of_tiny_numbers_are_zero(integer):
     expected = torch.zeros(3, 6)
     expected[2, 3:] = 64.0
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_integer_products_do_not_overflow_where_all_elements_are_large(integer):
+    inner = 400
+    signs = torch.where(torch.arange(inner) % 3 == 0, -1.0, 1.0)
+    x = torch.stack([torch.full((inner,), 3.0), 5 * signs]).bfloat16()
+    weights = torch.stack([torch.full((inner,), 2.0), 7 * signs, torch.zeros(inner), signs + 1]).bfloat16()
+    found = torch.zeros(2, 4)
+    integer.add_product(x, integer.matrix([weights]), None, found)
+    exact = x.double() @ weights.double().t()
+    size = x.double().abs() @ weights.double().abs().t()
+    assert ((found - exact).abs() <= 2**-11 * size).all(), (found, exact)
 
 
 @pytest.mark.parametrize("rows", [1, 55, 700])

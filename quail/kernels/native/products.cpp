@@ -2,14 +2,15 @@
 //
 // Processors with AVX-512 VNNI multiply pairs of 16-bit integers and add them up in 32 bits at twice the rate of
 // float32 (on many of them bfloat16 products run at half of it). So both sides are brought to fixed point: each
-// column of the weights by its largest element to 13 bits and a sign, each 64 neighbours of a row by theirs to 12
-// bits and a sign. That is finer than bfloat16, whose elements have 8 bits. The sum of 64 products is exact, since
-// 64 * 4095 * 8191 < 2^31; sums of 64 are added up in float32. Every row is computed alone: its result does not
-// depend on the rows around it.
+// column of the weights by its largest element to 13 bits and a sign, each 192 neighbours of a row by theirs to 13
+// bits and a sign. That is finer than bfloat16, whose elements have 8 bits. The sum of 192 products is exact: a
+// column whose elements are so large throughout that it could pass 2^31 gets fewer bits. Sums of 192 are added up in
+// float32. Every row is computed alone: its result does not depend on the rows around it.
 
 #include "products.h"
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
@@ -39,29 +40,36 @@ int32_t quail_has_products() { return 1; }
 
 namespace {
 
-constexpr int RUN = 64;                       // neighbours of a row that share a scale
+constexpr int RUN = 192;  // neighbours of a row that share a scale
 constexpr int RUN_STEPS = RUN / 2;
-constexpr float MOST_OF_X = 4095, MOST_OF_WEIGHTS = 8191;
-constexpr float LEAST = 1e-30f;               // less counts as zero
-constexpr long BLOCK_BYTES = 768 << 10;       // packed rows of a block: they stay in the second-level cache
-constexpr long LEAST_ROWS = 4 * TILE_ROWS;    // of a block, where rows are divided among threads
+constexpr float MOST_OF_X = 8191, MOST_OF_WEIGHTS = 8191;
+constexpr float MOST_OF_A_RUN = INT32_MAX / 8191 - RUN;  // magnitudes of weights added up; RUN is for their rounding
+constexpr float LEAST = 1e-30f;                          // less counts as zero
+constexpr long BLOCK_BYTES = 768 << 10;     // packed rows of a block: they stay in the second-level cache
+constexpr long LEAST_ROWS = 4 * TILE_ROWS;  // of a block, where rows are divided among threads
 
 enum Ending { STORE = 0, ADD = 1, GATE = 2 };
 
-// The largest magnitude of `count` elements; NaN if one of them is not finite.
+// The largest magnitude of `count` elements; NaN if one of them is not finite. Magnitudes of bfloat16 are in the
+// order of their bits.
 float magnitude(const bf16* x, long count) {
-    Ints most = {};
+    constexpr int WIDTH = 2 * LANES;
+    __m512i most = _mm512_setzero_si512();
+    const __m512i unsigned_bits = _mm512_set1_epi16(0x7fff);
     long i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const Ints each = (Ints)load(x + i) & 0x7fffffff;
-        most = each > most ? each : most;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + i), unsigned_bits));
     }
-    int32_t found = _mm512_reduce_max_epi32((__m512i)most);
-    for (; i < count; ++i) found = std::max(found, int32_t(x[i].bits & 0x7fff) << 16);
-    if (found >= 0x7f800000) return NAN;
-    float value;
-    std::memcpy(&value, &found, 4);
-    return value;
+    if (i < count) {
+        const __m512i rest = _mm512_maskz_loadu_epi16((1u << (count - i)) - 1, x + i);
+        most = _mm512_max_epu16(most, _mm512_and_si512(rest, unsigned_bits));
+    }
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
+    const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i all_bits = _mm_set1_epi16(-1);  // the least of the complements is the complement of the largest
+    const int least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(quarter, all_bits)), 0);
+    const uint16_t found = uint16_t(~least);
+    return found >= 0x7f80 ? NAN : widen(bf16{found});
 }
 
 // Writes round(x * factor) as 16-bit integers; at an odd end, a zero behind the last.
@@ -85,10 +93,40 @@ Scale scale_of(float most, float limit) {
     return {most / limit, limit / most};
 }
 
-// c[r, 0:PANEL] = the product of packed rows R... with a panel, but for the panel's scales. Written without loops
-// over rows, so that all sums stay in registers.
-template <int... R>
-void tile_of_integers(
+// What brings a column of weights to fixed point, so that no sum over a run passes 2^31.
+Scale scale_of_column(const bf16* weights, long inner) {
+    float most_of_a_run = 0;
+    for (long first = 0; first < inner; first += RUN) {
+        float total = 0;
+        for (long i = first; i < std::min(inner, first + RUN); ++i) total += std::fabs(widen(weights[i]));
+        most_of_a_run = std::max(most_of_a_run, total);
+    }
+    const float most = magnitude(weights, inner);
+    const float limit = MOST_OF_A_RUN * (most / std::max(most_of_a_run, LEAST));
+    return scale_of(most, std::min(MOST_OF_WEIGHTS, std::floor(limit)));
+}
+
+// Adds the products of a pair of a row's integers, at `pair`, with those of a panel's columns. Odd rows read the pair
+// as part of both multiplications: less for the processor to decode than a read of its own, which even rows do, since
+// it can read twice only where it multiplies twice.
+template <int ROW>
+inline void add_products(Ints& left_total, Ints& right_total, __m512i left, __m512i right, const uint32_t* pair) {
+    if constexpr (ROW % 2) {
+        asm("vpdpwssd %2%{1to16%}, %3, %0\n\tvpdpwssd %2%{1to16%}, %4, %1"
+            : "+v"(left_total), "+v"(right_total)
+            : "m"(*pair), "v"(left), "v"(right));
+    } else {
+        __m512i each;
+        asm("vpbroadcastd %3, %2\n\tvpdpwssd %4, %2, %0\n\tvpdpwssd %5, %2, %1"
+            : "+v"(left_total), "+v"(right_total), "=&v"(each)
+            : "m"(*pair), "v"(left), "v"(right));
+    }
+}
+
+// c[r, 0:PANEL] += the product of a run of packed rows R... with a panel, but for the panel's scales. Written without
+// loops over rows, so that all sums stay in registers.
+template <long STEPS, int... R>
+inline void add_run(
     std::integer_sequence<int, R...>,
     const uint32_t* a,
     const float* a_scales,
@@ -96,54 +134,66 @@ void tile_of_integers(
     long steps,
     float* c) {
     constexpr int ROWS = sizeof...(R);
-    for (int i = 0; i < ROWS * PANEL; i += LANES) store(c + i, Floats{});
-    for (long first = 0; first < steps; first += RUN_STEPS, a_scales += ROWS) {
-        const long last = std::min(steps, first + RUN_STEPS);
-        Ints left_total[ROWS] = {}, right_total[ROWS] = {};
-        for (long k = first; k < last; ++k) {
-            const __m512i left = _mm512_loadu_si512(b + k * PANEL);
-            const __m512i right = _mm512_loadu_si512(b + k * PANEL + LANES);
-            __m512i each;
-            ((each = _mm512_set1_epi32(int32_t(a[k * ROWS + R])),
-              left_total[R] = (Ints)_mm512_dpwssd_epi32((__m512i)left_total[R], each, left),
-              right_total[R] = (Ints)_mm512_dpwssd_epi32((__m512i)right_total[R], each, right)),
-             ...);
-        }
-        asm volatile("" ::: "memory");  // else compilers keep c, too, in registers across runs, and spill all of them
-        const auto add = [](float* to, Ints total, float scale) {
-            store(to, load(to) + __builtin_convertvector(total, Floats) * scale);
-        };
-        ((add(c + R * PANEL, left_total[R], a_scales[R]),
-          add(c + R * PANEL + LANES, right_total[R], a_scales[R])),
-         ...);
+    constexpr int AHEAD = RUN_STEPS / 2;  // steps that a panel is asked for ahead of its use
+    Ints left_total[ROWS] = {}, right_total[ROWS] = {};
+    for (long k = 0; k < (STEPS ? STEPS : steps); ++k) {
+        const __m512i left = _mm512_loadu_si512(b + k * PANEL);
+        const __m512i right = _mm512_loadu_si512(b + k * PANEL + LANES);
+        __builtin_prefetch(b + (k + AHEAD) * PANEL);
+        __builtin_prefetch(b + (k + AHEAD) * PANEL + LANES);
+        __builtin_prefetch(a + ROWS * RUN_STEPS + k * ROWS);  // of the next run
+        (add_products<R>(left_total[R], right_total[R], left, right, a + R * RUN_STEPS + k), ...);
     }
+    asm volatile("" ::: "memory");  // else compilers keep c, too, in registers across runs, and spill all of them
+    const auto add = [](float* to, Ints total, float scale) {
+        store(to, load(to) + __builtin_convertvector(total, Floats) * scale);
+    };
+    ((add(c + R * PANEL, left_total[R], a_scales[R]), add(c + R * PANEL + LANES, right_total[R], a_scales[R])), ...);
 }
 
 using IntegerTile = void (*)(const uint32_t*, const float*, const uint32_t*, long, float*);
 
+// c[r, 0:PANEL] = the product of ROWS packed rows with a panel, but for the panel's scales.
 template <int ROWS>
-void tile_of_height(const uint32_t* a, const float* a_scales, const uint32_t* b, long steps, float* c) {
-    tile_of_integers(std::make_integer_sequence<int, ROWS>(), a, a_scales, b, steps, c);
+void tile_of_integers(const uint32_t* a, const float* a_scales, const uint32_t* b, long steps, float* c) {
+    constexpr auto rows = std::make_integer_sequence<int, ROWS>();
+    for (int i = 0; i < ROWS * PANEL; i += LANES) store(c + i, Floats{});
+    for (; steps >= RUN_STEPS; steps -= RUN_STEPS) {
+        add_run<RUN_STEPS>(rows, a, a_scales, b, 0, c);
+        a += ROWS * RUN_STEPS;
+        b += PANEL * RUN_STEPS;
+        a_scales += ROWS;
+    }
+    if (steps) add_run<0>(rows, a, a_scales, b, steps, c);
 }
 
 template <int... HEIGHT_LESS_1>
 IntegerTile integer_tile(int rows, std::integer_sequence<int, HEIGHT_LESS_1...>) {
-    static constexpr IntegerTile tiles[] = {tile_of_height<HEIGHT_LESS_1 + 1>...};
+    static constexpr IntegerTile tiles[] = {tile_of_integers<HEIGHT_LESS_1 + 1>...};
     return tiles[rows - 1];
 }
 
-// Rows of x in fixed point, tile by tile, step by step.
+// Rows of x in fixed point: tile by tile, run by run, row by row.
 class PackedRows {
     std::vector<uint32_t> words;
-    std::vector<float> scales;
-    std::vector<int16_t> integers;
+    std::vector<float> scales, of_elements;
+
+    // The scales of a row's runs: of_integers where the tile's rows have theirs, of_elements in a line.
+    void find_scales(const bf16* row, long inner, float* of_integers, long stride, float* of_elements) const {
+        for (long run = 0; run < runs; ++run) {
+            const long first = run * RUN;
+            const Scale scale = scale_of(magnitude(row + first, std::min<long>(RUN, inner - first)), MOST_OF_X);
+            of_integers[run * stride] = scale.of_integers;
+            of_elements[run] = scale.of_elements;
+        }
+    }
 
   public:
     long rows, tiles, steps, runs;
 
     long begin(long tile) const { return rows * tile / tiles; }
     int height(long tile) const { return int(begin(tile + 1) - begin(tile)); }
-    const uint32_t* words_of(long tile) const { return words.data() + begin(tile) * steps; }
+    const uint32_t* words_of(long tile) const { return words.data() + begin(tile) * runs * RUN_STEPS; }
     const float* scales_of(long tile) const { return scales.data() + begin(tile) * runs; }
 
     void pack(const bf16* x, long stride, long num_rows, long inner) {
@@ -151,53 +201,66 @@ class PackedRows {
         tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
         steps = (inner + 1) / 2;
         runs = (inner + RUN - 1) / RUN;
-        words.resize(std::max<size_t>(words.size(), rows * steps + LANES));
+        words.resize(std::max<size_t>(words.size(), rows * runs * RUN_STEPS));
         scales.resize(std::max<size_t>(scales.size(), rows * runs));
-        integers.resize(std::max<size_t>(integers.size(), TILE_ROWS * 2 * steps));
+        of_elements.resize(std::max<size_t>(of_elements.size(), runs));
         for (long tile = 0; tile < tiles; ++tile) {
-            const uint32_t* picked[LANES];
-            for (int r = 0; r < height(tile); ++r) {
+            const int height = this->height(tile);
+            for (int r = 0; r < height; ++r) {
                 const bf16* row = x + (begin(tile) + r) * stride;
-                int16_t* to = integers.data() + r * 2 * steps;
-                for (long run = 0; run < runs; ++run) {
-                    const long first = run * RUN, count = std::min<long>(RUN, inner - first);
-                    const Scale scale = scale_of(magnitude(row + first, count), MOST_OF_X);
-                    to_integers(row + first, count, scale.of_elements, to + first);
-                    scales[begin(tile) * runs + run * height(tile) + r] = scale.of_integers;
+                find_scales(row, inner, scales.data() + begin(tile) * runs + r, height, of_elements.data());
+                int16_t* to = reinterpret_cast<int16_t*>(words.data() + begin(tile) * runs * RUN_STEPS) + r * RUN;
+                for (long run = 0; run < runs; ++run, to += height * RUN) {
+                    const long first = run * RUN;
+                    to_integers(row + first, std::min<long>(RUN, inner - first), of_elements[run], to);
                 }
-                picked[r] = reinterpret_cast<const uint32_t*>(to);
             }
-            transpose_words(picked, height(tile), steps, words.data() + begin(tile) * steps, height(tile));
         }
     }
 };
 
-void finish(const QuailProduct& job, const float* found, long row, int rows, long panel) {
-    const bool gate = job.ending == GATE;
-    const long first = panel * (gate ? LANES : PANEL);
-    const long width = std::min<long>(gate ? LANES : PANEL, job.columns - first);
-    const float* scales = job.scales + panel * PANEL;
-    for (int r = 0; r < rows; ++r, found += PANEL) {
-        const long place = (row + r) * job.out_stride + first;
-        float line[PANEL];
-        const Floats left = load(found) * load(scales), right = load(found + LANES) * load(scales + LANES);
-        store(line, gate ? silu(left) * right : left);
-        if (!gate) store(line + LANES, right);
-        if (job.bias) {
-            for (long i = 0; i < width; ++i) line[i] += job.bias[first + i];
-        }
-        long i = 0;
-        if (job.ending == ADD) {
-            float* out = static_cast<float*>(job.out) + place;
-            for (; i + LANES <= width; i += LANES) store(out + i, load(out + i) + load(line + i));
-            for (; i < width; ++i) out[i] += line[i];
-        } else {
-            bf16* out = static_cast<bf16*>(job.out) + place;
-            for (; i + LANES <= width; i += LANES) store(out + i, load(line + i));
-            for (; i < width; ++i) put(out + i, line[i]);
-        }
+// Asks for the lines that `finish` will write: they come while the tile is computed.
+void expect_writes(const QuailProduct& job, long row, int rows, long panel) {
+    const long first = panel * (job.ending == GATE ? LANES : PANEL);
+    const long size = job.ending == ADD ? sizeof(float) : sizeof(bf16);
+    for (int r = 0; r < rows; ++r) {
+        const char* out = static_cast<const char*>(job.out) + ((row + r) * job.out_stride + first) * size;
+        __builtin_prefetch(out, 1);
+        if (job.ending == ADD) __builtin_prefetch(out + LANES * size, 1);
     }
 }
+
+// Brings a tile of sums to the results' scale, adds the bias, and stores, adds or gates them.
+template <int ENDING>
+void finish(const QuailProduct& job, const float* found, long row, int rows, long panel) {
+    constexpr long WIDTH = ENDING == GATE ? LANES : PANEL;
+    const long first = panel * WIDTH, width = std::min(WIDTH, job.columns - first);
+    const Floats left_scale = load(job.scales + panel * PANEL);
+    const Floats right_scale = load(job.scales + panel * PANEL + LANES);
+    float bias[PANEL] = {};
+    if (job.bias) std::copy_n(job.bias + first, width, bias);
+    using Out = std::conditional_t<ENDING == ADD, float, bf16>;
+    Out* out = static_cast<Out*>(job.out) + row * job.out_stride + first;
+    for (int r = 0; r < rows; ++r, found += PANEL, out += job.out_stride) {
+        Floats left = load(found) * left_scale, right = load(found + LANES) * right_scale;
+        if constexpr (ENDING == GATE) left = silu(left) * right;
+        left += load(bias);
+        right += load(bias + LANES);
+        Out rest[PANEL] = {};
+        Out* to = out;
+        if (width < WIDTH) to = std::copy_n(out, width, rest) - width;
+        if constexpr (ENDING == ADD) {
+            left += load(to);
+            right += load(to + LANES);
+        }
+        store(to, left);
+        if constexpr (ENDING != GATE) store(to + LANES, right);
+        if (width < WIDTH) std::copy_n(rest, width, out);
+    }
+}
+
+using Finish = void (*)(const QuailProduct&, const float*, long, int, long);
+constexpr Finish FINISHES[] = {finish<STORE>, finish<ADD>, finish<GATE>};
 
 // How a product is cut into tasks: blocks of rows, and of panels where the rows alone are too few.
 struct Cut {
@@ -243,7 +306,7 @@ void quail_pack(const QuailPack* job) {
                 kept = 0;
                 if (!there) continue;
                 const bf16* weights = column(job->gated && side ? half + place : place);
-                const Scale scale = scale_of(magnitude(weights, inner), MOST_OF_WEIGHTS);
+                const Scale scale = scale_of_column(weights, inner);
                 int16_t* row = integers.data() + lane * 2 * steps;
                 to_integers(weights, inner, scale.of_elements, row);
                 picked[lane] = reinterpret_cast<const uint32_t*>(row);
@@ -270,9 +333,10 @@ void quail_product(const QuailProduct* job) {
             const uint32_t* weights = static_cast<const uint32_t*>(job->packed) + panel * steps * PANEL;
             for (long tile = 0; tile < packed.tiles; ++tile) {
                 const int height = packed.height(tile);
+                expect_writes(*job, first + packed.begin(tile), height, panel);
                 integer_tile(height, std::make_integer_sequence<int, TILE_ROWS>())(
                     packed.words_of(tile), packed.scales_of(tile), weights, steps, found);
-                finish(*job, found, first + packed.begin(tile), height, panel);
+                FINISHES[job->ending](*job, found, first + packed.begin(tile), height, panel);
             }
         }
     });

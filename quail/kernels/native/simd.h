@@ -104,48 +104,40 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// 2^x for x <= 0, relative error about 1e-7; 2^-inf = 0, results under 2^-125 are 0, NaN stays NaN.
-// x = n + r, |r| <= 1/2, 2^r by the polynomial of degree 6 of least relative error that is 1 at 0.
-inline Floats exp2_of_negative(Floats x) {
-    const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const Floats shifted = x + magic;
-    const Floats r = x - (shifted - magic);
+// 2^r for |r| <= 1/2 by the polynomial of degree 6 of least relative error that is 1 at 0.
+inline Floats exp2_of_small(Floats r) {
     Floats p = r * 1.5594678e-4f + 1.3406644e-3f;
     p = p * r + 9.617693e-3f;
     p = p * r + 5.5503104e-2f;
     p = p * r + 2.4022652e-1f;
     p = p * r + 6.9314724e-1f;
-    p = p * r + 1.0f;
-    const Floats found = p * (Floats)(((Words)shifted << 23) + 0x3f800000);
+    return p * r + 1.0f;
+}
+
+inline Floats rounding() { return splat(12582912.0f); }  // 1.5 * 2^23: adding it rounds to a whole number
+
+// 2^x for x <= 0, relative error about 1e-7; 2^-inf = 0, results under 2^-125 are 0, NaN stays NaN.
+inline Floats exp2_of_negative(Floats x) {
+    const Floats shifted = x + rounding();
+    const Floats small = exp2_of_small(x - (shifted - rounding()));
+    const Floats found = small * (Floats)(((Words)shifted << 23) + 0x3f800000);
     return x < -125.0f ? splat(0.0f) : found;
 }
 
-// exp(x) for x <= 0, relative error about 1e-7; exp(-inf) = 0, results under 2^-126 are 0, NaN stays NaN.
-// x = n ln 2 + r, |r| <= ln 2 / 2, exp(r) by its Taylor series to r^7.
-inline Floats exp_of_negative(Floats x) {
-    const Floats least = splat(-87.3f);
-    const Floats bounded = x < least ? least : x;
-    const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const Floats shifted = bounded * 1.44269504088896341f + magic;
-    const Floats n = shifted - magic;
-    Floats r = bounded - n * 0.693145751953125f;
-    r = r - n * 1.42860682030941723212e-6f;
-    Floats p = r * (1.0f / 5040) + (1.0f / 720);
-    p = p * r + (1.0f / 120);
-    p = p * r + (1.0f / 24);
-    p = p * r + (1.0f / 6);
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    const Words exponent = ((Words)shifted - (Words)magic + 127) << 23;
-    const Floats found = p * (Floats)exponent;
-    return x < least ? splat(0.0f) : found;
-}
-
-// x * sigmoid(x), by exp(-|x|) so that nothing overflows.
+// x * sigmoid(x) = x / (1 + 2^(-x log2 e)), relative error about 1e-7 * |x|; below -87 it is 0.
 inline Floats silu(Floats x) {
-    const Floats e = exp_of_negative(x < 0 ? x : -x);
+    const Floats bits = x * -1.44269504f;
+#if defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)bits, _mm512_set1_ps(126), _CMP_NGT_UQ);
+    const Floats n = (bits + rounding()) - rounding();
+    const Floats whole = 1.0f + (Floats)_mm512_scalef_ps((__m512)exp2_of_small(bits - n), (__m512)n);
+    const Floats about = (Floats)_mm512_rcp14_ps((__m512)whole);
+    // A step of Newton's doubles the 14 bits.
+    return x * (Floats)_mm512_maskz_mul_ps(counts, (__m512)about, (__m512)(2.0f - whole * about));
+#else
+    const Floats e = exp2_of_negative(bits < 0 ? bits : -bits);  // nothing overflows
     return x * (x < 0 ? e : splat(1.0f)) / (1.0f + e);
+#endif
 }
 
 }  // namespace quail
