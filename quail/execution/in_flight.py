@@ -17,7 +17,7 @@ from quail.execution.packing import Pass
 from quail.execution.reads import Model, Pending, Read
 from quail.execution.stages import Float32s, Stage
 
-MASS_ROWS = 16
+MASS_ROWS = 8
 """Rows at which the probability of a question's answers is looked at."""
 
 

@@ -27,8 +27,8 @@ from quail.models.config import DecoderConfig
 from quail.models.packed import PackedMatrices
 from quail.models.pending import pending_on
 
-MASS_VOCAB_ROWS = 2**14
-"""Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays small."""
+MASS_VOCAB_ROWS = 2**11
+"""Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays in the caches."""
 
 
 @dataclass(frozen=True, eq=False)
