@@ -285,8 +285,9 @@ class NativeKernels(TorchKernels):
 class IntegerKernels(NativeKernels):
     """Products compiled too, of bfloat16 rows and weights in 16-bit fixed point.
 
-    Each column of weights is scaled by its largest element to 13 bits and a sign, each 192 neighbours of a
-    row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is finer than bfloat16.
+    Each column of weights is scaled by its largest element to 13 bits and a sign, each 192 neighbours of
+    a row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is finer than
+    bfloat16.
     """
 
     @property
