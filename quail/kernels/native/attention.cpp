@@ -54,6 +54,7 @@ struct QuailAttend {
 namespace {
 
 constexpr int BLOCK_ROWS = 9 * WINDOW;  // stacked rows of a block, about
+constexpr int LINE = 64;                // bytes of a line of the cache
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 
 struct Block {  // rows [first, last), segments [segment, last_segment)
@@ -100,7 +101,7 @@ struct Lane {  // a stacked row
 struct Stack {
     long head;                  // of keys and values
     int lanes;                  // stacked rows
-    long stride;                // of a dimension: room for the lanes and a vector more
+    long stride;                // of a dimension: room for a vector from any lane on
     float *queries, *out;       // (head_dim, stride)
     float *largest, *total;     // (stride,)
     std::vector<Lane> lane;     // (lanes,)
@@ -216,11 +217,13 @@ class Attention {
             }
         }
         const Floats before = load(stack.largest + lane);
-        Floats each_fourth[4] = {before, before, before, before};
-        for (int key = 0; key < most; ++key) {
-            each_fourth[key % 4] = larger(load(scores + key * WINDOW), each_fourth[key % 4]);
+        Floats now = before, next = before;  // of even and of odd keys
+        for (int key = 0; key + 1 < most; key += 2) {
+            now = larger(load(scores + key * WINDOW), now);
+            next = larger(load(scores + (key + 1) * WINDOW), next);
         }
-        const Floats now = larger(larger(each_fourth[0], each_fourth[1]), larger(each_fourth[2], each_fourth[3]));
+        if (most % 2) now = larger(load(scores + (most - 1) * WINDOW), now);
+        now = larger(next, now);
         const Ints there = lane_numbers() < end - lane;
         store(stack.largest + lane, there ? now : before);
         const Floats base = now == splat(-INFINITY) ? Floats{} : now;
@@ -255,7 +258,8 @@ class Attention {
             s.spans.push_back({segment, begin, int(stack.lane.size())});
         }
         stack.lanes = stack.lane.size();
-        stack.stride = ((stack.lanes / LANES + 1) | 1) * LANES;  // odd: lines of a column lie apart in the cache
+        const int vectors = (stack.lanes + 2 * LANES - 2) / LANES;
+        stack.stride = (vectors | 1) * LANES;  // odd: lines of a column lie apart in the cache
         stack.own.resize(stack.stride);
         stack.queries = s.queries.of(dim * stack.stride + LANES);
         stack.out = s.out.of(dim * stack.stride);
@@ -279,6 +283,10 @@ class Attention {
             const int count = std::min(LANES, stack.lanes - first);
             for (int r = 0; r < count; ++r) {
                 const T* query = static_cast<const T*>(job.q) + stack.lane[first + r].query;
+                const int later = first + r + 2 * LANES;
+                for (long d = 0; d < dim && later < stack.lanes; d += LINE / sizeof(T)) {
+                    __builtin_prefetch(static_cast<const T*>(job.q) + stack.lane[later].query + d);
+                }
                 float* to = turned + r * dim;
                 long d = 0;
                 for (; d + LANES <= dim; d += LANES) store(to + d, load(query + d) * factor);

@@ -5,15 +5,6 @@
 
 namespace quail {
 
-// total += a[0] * b. Processors with AVX-512 broadcast a[0] as they multiply: one operation fewer.
-inline void add_product(Floats& total, const float* a, Floats b) {
-#if defined(__AVX512F__) && defined(__GNUC__)
-    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(b), "m"(*a));
-#else
-    total += *a * b;
-#endif
-}
-
 // total[r] += sum over k of a[r * ROW_STRIDE + k * STEP_STRIDE] * b[k * b_stride, 0:WIDE vectors].
 //
 // Each element of the result is one chain of additions in the order of the inner dimension, whatever the shape of
@@ -25,17 +16,11 @@ inline __attribute__((always_inline)) void add_products(
         Floats columns[WIDE];
 #pragma GCC unroll 3
         for (int w = 0; w < WIDE; ++w) columns[w] = load(b + w * LANES);
-#pragma GCC unroll 14
+#pragma GCC unroll 16
         for (int r = 0; r < HIGH; ++r) {
-            // Half of the broadcasts are loads of their own: the ports of loads have room for no more of the others.
-            if (WIDE == 1 || r % 2) {
+            const Floats each = splat(a[r * ROW_STRIDE]);
 #pragma GCC unroll 3
-                for (int w = 0; w < WIDE; ++w) add_product(total[r][w], a + r * ROW_STRIDE, columns[w]);
-            } else {
-                const Floats each = splat(a[r * ROW_STRIDE]);
-#pragma GCC unroll 3
-                for (int w = 0; w < WIDE; ++w) total[r][w] += each * columns[w];
-            }
+            for (int w = 0; w < WIDE; ++w) total[r][w] += each * columns[w];
         }
     }
 }

@@ -15,7 +15,7 @@ constexpr int SLICE = 64;               // dimensions of keys and values that li
 constexpr int WIDEST = 3;               // vectors of a window: stacked rows that meet a block of keys together
 constexpr int WINDOW = WIDEST * LANES;
 #if defined(__AVX512F__)
-constexpr int TALLEST[] = {14, 14, 8};  // rows of a tile by its vectors: sums, vectors and a broadcast in registers
+constexpr int TALLEST[] = {16, 14, 8};  // rows of a tile by its vectors: sums, vectors and a broadcast in registers
 #else
 constexpr int TALLEST[] = {8, 6, 4};
 #endif
@@ -26,7 +26,7 @@ using ScoreTile = void (*)(const float*, const float*, long, long, float*, bool)
 template <int HIGH, int WIDE>
 void score(const float* keys, const float* queries, long stride, long dims, float* scores, bool adds) {
     Floats total[HIGH][WIDE];
-#pragma GCC unroll 14
+#pragma GCC unroll 16
     for (int r = 0; r < HIGH; ++r) {
 #pragma GCC unroll 3
         for (int w = 0; w < WIDE; ++w) {
@@ -34,7 +34,7 @@ void score(const float* keys, const float* queries, long stride, long dims, floa
         }
     }
     add_products<SLICE, 1>(total, keys, queries, stride, dims);
-#pragma GCC unroll 14
+#pragma GCC unroll 16
     for (int r = 0; r < HIGH; ++r) {
 #pragma GCC unroll 3
         for (int w = 0; w < WIDE; ++w) store(scores + r * WINDOW + w * LANES, total[r][w]);
@@ -49,14 +49,14 @@ template <int HIGH, int WIDE>
 void add_values(
     const float* values, const float* weights, long keys, float* out, long stride, const float* fade, int lanes) {
     Floats total[HIGH][WIDE];
-#pragma GCC unroll 14
+#pragma GCC unroll 16
     for (int r = 0; r < HIGH; ++r) {
 #pragma GCC unroll 3
         for (int w = 0; w < WIDE; ++w) total[r][w] = load(out + r * stride + w * LANES) * load(fade + w * LANES);
     }
     add_products<1, SLICE>(total, values, weights, WINDOW, keys);
     const Ints last = lane_numbers() < lanes - (WIDE - 1) * LANES;
-#pragma GCC unroll 14
+#pragma GCC unroll 16
     for (int r = 0; r < HIGH; ++r) {
         float* to = out + r * stride;
 #pragma GCC unroll 2
