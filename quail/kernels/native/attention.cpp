@@ -103,7 +103,7 @@ struct Stack {
     int lanes;                  // stacked rows
     long stride;                // of a dimension: room for a vector from any lane on
     float *queries, *out;       // (head_dim, stride)
-    float *largest, *total;     // (stride,)
+    float *largest, *total;     // (stride,) largest score so far times the factor, sum of weights
     std::vector<Lane> lane;     // (lanes,)
     std::vector<int32_t> own;   // (stride,) rows of its segment before a lane's
 };
@@ -123,6 +123,7 @@ template <class T>
 class Attention {
     const QuailAttend& job;
     const long group, dim, slices;
+    const float factor;  // a weight is 2 to the power of a score times this
 
     // Keys and values of tokens [begin, end) of a history.
     void find_history(long segment, long head, long begin, long end, const T** keys, const T** values) const {
@@ -217,13 +218,13 @@ class Attention {
             }
         }
         const Floats before = load(stack.largest + lane);
-        Floats now = before, next = before;  // of even and of odd keys
+        Floats now = splat(-INFINITY), next = now;  // of even and of odd keys
         for (int key = 0; key + 1 < most; key += 2) {
             now = larger(load(scores + key * WINDOW), now);
             next = larger(load(scores + (key + 1) * WINDOW), next);
         }
         if (most % 2) now = larger(load(scores + (most - 1) * WINDOW), now);
-        now = larger(next, now);
+        now = larger(before, larger(next, now) * factor);
         const Ints there = lane_numbers() < end - lane;
         store(stack.largest + lane, there ? now : before);
         const Floats base = now == splat(-INFINITY) ? Floats{} : now;
@@ -231,7 +232,7 @@ class Attention {
         const Floats total_before = load(stack.total + lane);
         Floats total = total_before * fade;
         for (int key = 0; key < most; ++key) {
-            const Floats each = exp2_of_negative(load(scores + key * WINDOW) - base);
+            const Floats each = exp2_of_negative(load(scores + key * WINDOW) * factor - base);
             total += each;
             store(scores + key * WINDOW, each);
         }
@@ -274,9 +275,8 @@ class Attention {
         s.turned.of(LANES * (dim + LANES));
     }
 
-    // Queries as columns, multiplied so that 2 to the power of a score is its weight.
+    // Queries as columns.
     void turn_queries(const Stack& stack, Scratch& s) const {
-        const float factor = job.scale * LOG2_E;
         float* turned = s.turned.of(0);
         for (int first = 0; first < stack.lanes; first += LANES) {
             const float* rows[LANES];
@@ -289,8 +289,8 @@ class Attention {
                 }
                 float* to = turned + r * dim;
                 long d = 0;
-                for (; d + LANES <= dim; d += LANES) store(to + d, load(query + d) * factor);
-                for (; d < dim; ++d) to[d] = widen(query[d]) * factor;
+                for (; d + LANES <= dim; d += LANES) store(to + d, load(query + d));
+                for (; d < dim; ++d) to[d] = widen(query[d]);
                 rows[r] = to;
             }
             transpose(rows, count, dim, stack.queries + first, stack.stride);
@@ -363,7 +363,8 @@ class Attention {
         : job(job),
           group(job.heads / job.kv_heads),
           dim(job.head_dim),
-          slices((dim + SLICE - 1) / SLICE) {}
+          slices((dim + SLICE - 1) / SLICE),
+          factor(job.scale * LOG2_E) {}
 
     void run() const {
         const auto blocks = blocks_of(job, std::max<long>(1, BLOCK_ROWS / group));
