@@ -78,12 +78,12 @@ def rates_of(
         device: where the model runs.
         dtype: what it runs in.
         cache_dir: where measured rates are kept.
-        kernels: what it runs with; the rates of each are kept apart.
+        kernels: what it runs with; the rates of each version are kept apart.
         again: measure even if it was.
     """
     if device.type != "cpu":
         return gpu_rates(device, _dtype_word(dtype), cache_dir).rates
-    path = _kept_at(cache_dir, dtype, kernels.name)
+    path = _kept_at(cache_dir, dtype, kernels.version)
     kept = None if again else _read(path)
     if kept is not None:
         return kept
@@ -96,7 +96,7 @@ def known_rates(device: torch.device, dtype: torch.dtype, cache_dir: Path, kerne
     """Rates of a device that are known: from a table or the user, or measured before. Measures nothing."""
     if device.type != "cpu":
         return gpu_rates(device, _dtype_word(dtype), cache_dir).known
-    return _read(_kept_at(cache_dir, dtype, kernels.name))
+    return _read(_kept_at(cache_dir, dtype, kernels.version))
 
 
 def _dtype_word(dtype: torch.dtype) -> str:
@@ -117,7 +117,7 @@ def kept_rates(cache_dir: Path, dtype: str, kernels: str, threads: int | None = 
     Args:
         cache_dir: where measured rates are kept.
         dtype: `float32` or `bfloat16`.
-        kernels: name of the kernels.
+        kernels: version of the kernels.
         threads: of the engine; None takes the measurement with the most threads.
     """
     count = "*" if threads is None else str(threads)

@@ -236,7 +236,7 @@ def _device_and_rates(config: EngineConfig) -> tuple[str, str, SourcedRates]:
     dtype = dtype_name(config.dtype, device_type, choice)
     if device_type == "cpu":
         threads = config.threads or _threads_by_environment()
-        kept = kept_rates(config.cache_path, dtype, choice.name, threads)
+        kept = kept_rates(config.cache_path, dtype, choice.version, threads)
         return "cpu", dtype, SourcedRates(kept or ASSUMED, "measured before", is_known=kept is not None)
     return device_type, dtype, gpu_rates(device_of(config.device), dtype, config.cache_path)
 

@@ -96,10 +96,15 @@ class KernelChoice:
 
     @property
     def name(self) -> str:
-        """What reports and files of measured rates call them."""
+        """What reports call them."""
         if self.card is not None:
             return "cuda triton" if self.card.has_triton else "cuda torch"
         return "reference" if self.build is None else f"native {self.build.level.name}"
+
+    @property
+    def version(self) -> str:
+        """As `Kernels.version` of what this chooses."""
+        return self.name if self.build is None else f"{self.name} {self.build.path.stem}"
 
     @property
     def description(self) -> str:

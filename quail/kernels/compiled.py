@@ -151,6 +151,10 @@ class NativeKernels(TorchKernels):
         self._library = _Library(path, dtype, threads)
         self._segments: weakref.WeakKeyDictionary[Segments, _FlatSegments] = weakref.WeakKeyDictionary()
 
+    @property
+    def version(self) -> str:
+        return f"{self.name} {self._library.digest}"
+
     def gated_product(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
         gate_up = self._scratch(x, 2 * matrix.columns)
         torch.mm(x, matrix.data.t(), out=gate_up)

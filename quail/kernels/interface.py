@@ -65,7 +65,11 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """What `quail doctor`, reports and files of measured rates call them."""
+        """What `quail doctor` and reports call them."""
+
+    @property
+    def version(self) -> str:
+        """The name, down to the build: rates are those of a version."""
 
     @property
     def layout(self) -> str:

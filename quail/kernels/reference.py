@@ -114,6 +114,10 @@ class TorchKernels:
         return self._name
 
     @property
+    def version(self) -> str:
+        return self.name
+
+    @property
     def layout(self) -> str:
         return ""
 

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from quail.config import EngineConfig
 from quail.cost import device
 from quail.cost.budgets import ModelShape
 from quail.cost.roofline import Rates, row_bytes_per_token, seconds
 from quail.cost.work import Work
 from quail.kernels import attention
+from quail.kernels.choice import KernelChoice
 from quail.kernels.reference import TorchKernels
 from quail.kv.prefix_sharing import PrefixTree
 from quail.planner.estimate import DocumentCounts, QuestionCount, forecast_tokens, until_row_limit
 from quail.planner.prefix_sharing import decide
-from tests.engine.kernel_sets import plain_kernels
+from tests.engine.kernel_sets import native_kernels, plain_kernels
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -54,6 +56,18 @@ def test_measured_rates_are_kept_and_found_without_torch(tmp_path, monkeypatch):
     assert device.kept_rates(tmp_path, "bfloat16", "reference") is None
     assert device.kept_rates(tmp_path, "float32", "reference", 999) is None
     assert device.kept_rates(tmp_path, "float32", "native AVX-512 VNNI") is None
+
+
+def test_rates_of_another_build_of_the_kernels_do_not_count(tmp_path, monkeypatch):
+    kernels = native_kernels(torch.float32)
+    monkeypatch.setattr(device, "measure_cpu", lambda dtype, kernels: RATES)
+    device.rates_of(torch.device("cpu"), torch.float32, tmp_path, kernels)
+    assert device.kept_rates(tmp_path, "float32", kernels.version) == RATES
+    assert device.kept_rates(tmp_path, "float32", kernels.name) is None
+    choice = KernelChoice.of("auto", "cpu", EngineConfig().cache_path)
+    assert choice.version == kernels.version
+    monkeypatch.setattr(kernels._library, "digest", "of another build")
+    assert device.known_rates(torch.device("cpu"), torch.float32, tmp_path, kernels) is None
 
 
 def test_rates_are_measured_with_the_kernels_in_use():
