@@ -122,8 +122,8 @@ def kept_rates(cache_dir: Path, dtype: str, kernels: str, threads: int | None = 
     """
     count = "*" if threads is None else str(threads)
     paths = (cache_dir / "rates").glob(_file_name(kernels, count, dtype))
-    paths_by_threads = sorted(paths, key=lambda path: int(path.stem.split("-")[-2]))
-    return _read(paths_by_threads[-1]) if paths_by_threads else None
+    fitting = [path for path in paths if path.name == _file_name(kernels, _threads_of(path), dtype)]
+    return _read(max(fitting, key=lambda path: int(_threads_of(path)))) if fitting else None
 
 
 def measure_cpu(dtype: torch.dtype, kernels: Kernels) -> Rates:
@@ -188,6 +188,10 @@ def _file_name(kernels: str, threads: str, dtype: str) -> str:
     """Of the rates of this processor; `threads` may be a wildcard."""
     words = f"{_processor()}-{kernels}"
     return f"{''.join(c if c.isalnum() else '-' for c in words)}-{threads}-{dtype}.json"
+
+
+def _threads_of(path: Path) -> str:
+    return path.stem.split("-")[-2]
 
 
 def _processor() -> str:
