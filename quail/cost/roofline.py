@@ -49,11 +49,14 @@ class Seconds:
 
 
 def matmul_flops_per_token(shape: ModelShape) -> float:
-    """Operations of a layer's four products for one row, times the layers: 2 per weight element."""
+    """Operations of the layers' products for one row: 2 per weight element.
+
+    What follows the last layer's attention runs only for rows that are read: few, and not counted.
+    """
     q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    weights = shape.hidden_size * (q_width + 2 * kv_width) + q_width * shape.hidden_size
-    weights += 3 * shape.hidden_size * shape.intermediate_size
-    return 2.0 * weights * shape.num_layers
+    before_attention = shape.hidden_size * (q_width + 2 * kv_width)
+    behind_attention = q_width * shape.hidden_size + 3 * shape.hidden_size * shape.intermediate_size
+    return 2.0 * (before_attention * shape.num_layers + behind_attention * (shape.num_layers - 1))
 
 
 def attention_flops_per_pair(shape: ModelShape) -> float:

@@ -143,12 +143,17 @@ class Decoder:
             mixed, _ = kernels.attend(
                 q, k, v, k_pages, v_pages, chunk.segments, chunk.block_table, scale=config.head_dim**-0.5
             )
-            kernels.add_product(mixed.flatten(1), layer.out, layer.out_bias, total=hidden)
+            mixed = mixed.flatten(1)
+            if layer is self.layers[-1]:  # behind its attention only the rows to read are of use
+                mixed, hidden = mixed.index_select(0, read_rows), hidden.index_select(0, read_rows)
+                normed, inner = normed[: len(read_rows)], inner[: len(read_rows)]
+                if not len(read_rows):
+                    break
+            kernels.add_product(mixed, layer.out, layer.out_bias, total=hidden)
             kernels.norm(hidden, layer.post_norm, eps, out=normed)
             kernels.gated_product(normed, layer.gate_up, out=inner)
             kernels.add_product(inner, layer.down, None, total=hidden)
-        read = hidden.index_select(0, read_rows)
-        return F.rms_norm(read, (config.hidden_size,), self.final_norm, eps)
+        return F.rms_norm(hidden, (config.hidden_size,), self.final_norm, eps)
 
     @torch.inference_mode()
     def head(self, states: torch.Tensor, vocab_ids: Int64s | slice | None = None) -> torch.Tensor:

@@ -37,7 +37,9 @@ RATES = Rates(matmul_flops=1e6, attention_flops=1e5, memory_bytes=1e4)
 
 
 def test_seconds_of_each_kind_of_work():
-    products = 2 * 2 * (8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16)
+    products = 2 * (
+        2 * 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
+    )  # the last layer's, behind attention, are read alone
     found = seconds(Work(tokens=3, pairs=6, kv_written=2, kv_read=5), SHAPE, RATES)
     assert found.matmul == pytest.approx(3 * products / 1e6)
     assert found.attention == pytest.approx(6 * 4 * 4 * 2 * 2 / 1e5)

@@ -166,6 +166,35 @@ def test_packed_prompts_do_not_see_each_other(pair, attend, monkeypatch):
     assert torch.equal(run(prompt(17, seed=99))[1:], found[1:]), "an answer changes with its neighbour"
 
 
+@pytest.mark.parametrize("reads", [[], [3], [19, 0, 7]])
+def test_behind_the_last_attention_only_rows_to_read_are_computed(pair, reads, monkeypatch):
+    decoder, oracle = pair
+    rows_of_call = []
+    gated_product = type(decoder.kernels).gated_product
+
+    def counted(self, x, matrix, out):
+        rows_of_call.append(len(x))
+        gated_product(self, x, matrix, out)
+
+    monkeypatch.setattr(type(decoder.kernels), "gated_product", counted)
+    ids = prompt(20)
+    chunk = Chunk(
+        ids=ids.astype(np.int32),
+        positions=np.arange(20),
+        segments=Segments(np.array([0]), np.array([20]), np.array([-1]), np.array([0])),
+        block_table=BlockTable.of([]),
+        write_rows=np.zeros(0, dtype=np.int64),
+        write_slots=np.zeros(0, dtype=np.int64),
+        read_rows=np.array(reads, dtype=np.int64),
+    )
+    found = decoder.head(decoder.forward(chunk, make_arena(decoder, 1)))
+    assert len(found) == len(reads)
+    if reads:
+        assert_close(found, oracle_logits(oracle, ids)[reads])
+    before_last = [20] * (decoder.config.num_layers - 1)
+    assert rows_of_call == before_last + [len(reads)] * bool(reads)
+
+
 def test_the_head_computes_only_the_wanted_rows(pair):
     decoder, _ = pair
     states = torch.randn(3, decoder.config.hidden_size)

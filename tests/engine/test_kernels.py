@@ -307,6 +307,11 @@ def test_integer_products_of_zeros_and_of_tiny_numbers_are_zero(integer):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+def test_integer_products_of_no_rows(integer):
+    nothing = torch.zeros(0, 64, dtype=torch.bfloat16)
+    integer.add_product(nothing, integer.matrix([draw(1, 40, 64).bfloat16()]), None, torch.zeros(0, 40))
+
+
 def test_integer_products_do_not_overflow_where_all_elements_are_large(integer):
     inner = 400
     signs = torch.where(torch.arange(inner) % 3 == 0, -1.0, 1.0)

@@ -50,13 +50,13 @@ def test_one_filter(session: quail.Session) -> None:
         "query from logs\n"
         "├─ decide (id < 9)\n"
         "└─ ask call 0 in WHERE: 6 questions (exact)\n"
-        "      3 pass, 405 tokens = 181 computed + 224 prefix, 0.00204 s\n"
+        "      3 pass, 405 tokens = 181 computed + 224 prefix, 0.00139 s\n"
         "documents of call 0: log\n"
         "   6 distinct, 321 tokens (exact), label included\n"
         "   224 tokens stand in common beginnings, 224 are saved\n"
-        "   prefix sharing on: it saves 0.00208 s of compute, costs 1.23e-05 s of extra KV writes\n"
+        "   prefix sharing on: it saves 0.00128 s of compute, costs 1.23e-05 s of extra KV writes\n"
         "tokens (exact): 405 naive = 181 computed + 0 rewind + 224 prefix + 0 retained\n"
-        "time (estimated): 0.00204 s of tiny on cpu, float32, completion layout, by measured rates"
+        "time (estimated): 0.00139 s of tiny on cpu, float32, completion layout, by measured rates"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_configured_mode_is_shown(config: EngineConfig, session: quail.Session
     for mode in ("on", "off"):
         with quail.Session(replace(config, prefix_sharing=mode)) as other:
             other.register("logs", [{"id": n, "log": START * 2 + "Rain. " * n} for n in range(6)])
-            assert f"prefix sharing {mode}: configured; it saves 0.00208 s" in other.sql(ONE).explain()
+            assert f"prefix sharing {mode}: configured; it saves 0.00128 s" in other.sql(ONE).explain()
 
 
 def test_a_sample_is_marked_and_near(session: quail.Session, monkeypatch: pytest.MonkeyPatch) -> None:

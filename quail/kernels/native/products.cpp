@@ -318,6 +318,7 @@ void quail_pack(const QuailPack* job) {
 }
 
 void quail_product(const QuailProduct* job) {
+    if (job->rows == 0) return;
     const long steps = (job->inner + 1) / 2;
     const long width = job->ending == GATE ? LANES : PANEL;
     const long panels = (job->columns + width - 1) / width;
