@@ -47,6 +47,7 @@ def test_the_shapes_are_those_of_their_names() -> None:
         assert num_weights == pytest.approx(float(name[:-1]) * 1e9, rel=0.03)
 
 
+@pytest.mark.slow
 def test_all_of_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = EngineConfig(device="cpu", dtype="float32", kv_memory="32MiB", token_budget=256)
     figures, equal = gpu.measure(config, TINY, SIZES, 1)

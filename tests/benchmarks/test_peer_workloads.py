@@ -77,6 +77,7 @@ def test_tokens_of_a_document_are_counted() -> None:
     assert document.num_prompts([2]) == 0
 
 
+@pytest.mark.slow
 def test_two_real_engines_are_asked_the_same_and_say_the_same(
     folder: Path, compiler: Compiler, tmp_path: Path
 ) -> None:

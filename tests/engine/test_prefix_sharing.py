@@ -97,7 +97,7 @@ def run_shared(documents, suffixes, *, pages, budget, page=16, passes=lambda d, 
     return driver
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_small_set_runs_right_on_the_tightest_arena(depth):
     rng = np.random.default_rng(0)
     words = [np.array(w, dtype=np.int32) for n in range(5) for w in itertools.product((0, 1), repeat=n)]
