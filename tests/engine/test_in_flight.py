@@ -273,7 +273,13 @@ def opened(folder: Any, cache: Any, depth: int, **settings: Any) -> quail.Sessio
     return session
 
 
-@pytest.mark.parametrize("statement", STATEMENTS)
+@pytest.mark.parametrize(
+    "statement",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("chain", "classes", "content") else name
+        for name in STATEMENTS
+    ],
+)
 @pytest.mark.parametrize(
     "settings",
     [
