@@ -107,10 +107,10 @@ Scale scale_of_column(const bf16* weights, long inner) {
 }
 
 // Adds the products of a pair of a row's integers, at `pair`, with those of a panel's columns. Odd rows read the pair
-// as part of both multiplications: less for the processor to decode than a read of its own, which even rows do, since
-// it can read twice only where it multiplies twice.
+// as part of each multiplication, which saves an instruction; even rows read it once for both, as the processor reads
+// no more than two operands while it multiplies two.
 template <int ROW>
-inline void add_products(Ints& left_total, Ints& right_total, __m512i left, __m512i right, const uint32_t* pair) {
+inline void add_pair(Ints& left_total, Ints& right_total, __m512i left, __m512i right, const uint32_t* pair) {
     if constexpr (ROW % 2) {
         asm("vpdpwssd %2%{1to16%}, %3, %0\n\tvpdpwssd %2%{1to16%}, %4, %1"
             : "+v"(left_total), "+v"(right_total)
@@ -142,7 +142,7 @@ inline void add_run(
         __builtin_prefetch(b + (k + AHEAD) * PANEL);
         __builtin_prefetch(b + (k + AHEAD) * PANEL + LANES);
         __builtin_prefetch(a + ROWS * RUN_STEPS + k * ROWS);  // of the next run
-        (add_products<R>(left_total[R], right_total[R], left, right, a + R * RUN_STEPS + k), ...);
+        (add_pair<R>(left_total[R], right_total[R], left, right, a + R * RUN_STEPS + k), ...);
     }
     asm volatile("" ::: "memory");  // else compilers keep c, too, in registers across runs, and spill all of them
     const auto add = [](float* to, Ints total, float scale) {
@@ -176,17 +176,7 @@ IntegerTile integer_tile(int rows, std::integer_sequence<int, HEIGHT_LESS_1...>)
 // Rows of x in fixed point: tile by tile, run by run, row by row.
 class PackedRows {
     std::vector<uint32_t> words;
-    std::vector<float> scales, of_elements;
-
-    // The scales of a row's runs: of_integers where the tile's rows have theirs, of_elements in a line.
-    void find_scales(const bf16* row, long inner, float* of_integers, long stride, float* of_elements) const {
-        for (long run = 0; run < runs; ++run) {
-            const long first = run * RUN;
-            const Scale scale = scale_of(magnitude(row + first, std::min<long>(RUN, inner - first)), MOST_OF_X);
-            of_integers[run * stride] = scale.of_integers;
-            of_elements[run] = scale.of_elements;
-        }
-    }
+    std::vector<float> scales;
 
   public:
     long rows, tiles, steps, runs;
@@ -203,16 +193,17 @@ class PackedRows {
         runs = (inner + RUN - 1) / RUN;
         words.resize(std::max<size_t>(words.size(), rows * runs * RUN_STEPS));
         scales.resize(std::max<size_t>(scales.size(), rows * runs));
-        of_elements.resize(std::max<size_t>(of_elements.size(), runs));
         for (long tile = 0; tile < tiles; ++tile) {
             const int height = this->height(tile);
             for (int r = 0; r < height; ++r) {
                 const bf16* row = x + (begin(tile) + r) * stride;
-                find_scales(row, inner, scales.data() + begin(tile) * runs + r, height, of_elements.data());
+                float* scale_of_run = scales.data() + begin(tile) * runs + r;
                 int16_t* to = reinterpret_cast<int16_t*>(words.data() + begin(tile) * runs * RUN_STEPS) + r * RUN;
-                for (long run = 0; run < runs; ++run, to += height * RUN) {
-                    const long first = run * RUN;
-                    to_integers(row + first, std::min<long>(RUN, inner - first), of_elements[run], to);
+                for (long first = 0; first < inner; first += RUN, scale_of_run += height, to += height * RUN) {
+                    const long count = std::min<long>(RUN, inner - first);
+                    const Scale scale = scale_of(magnitude(row + first, count), MOST_OF_X);
+                    to_integers(row + first, count, scale.of_elements, to);
+                    *scale_of_run = scale.of_integers;
                 }
             }
         }

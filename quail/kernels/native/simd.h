@@ -67,10 +67,11 @@ inline Floats load(const bf16* from) {
 #if defined(__AVX512F__)
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     return (Floats)_mm512_slli_epi32(words, 16);
-#endif
+#else
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
@@ -114,28 +115,28 @@ inline Floats exp2_of_small(Floats r) {
     return p * r + 1.0f;
 }
 
-inline Floats rounding() { return splat(12582912.0f); }  // 1.5 * 2^23: adding it rounds to a whole number
+inline Floats rounder() { return splat(12582912.0f); }  // 1.5 * 2^23: adding it rounds to a whole number
 
 // 2^x for x <= 0, relative error about 1e-7; 2^-inf = 0, results under 2^-125 are 0, NaN stays NaN.
 inline Floats exp2_of_negative(Floats x) {
-    const Floats shifted = x + rounding();
-    const Floats small = exp2_of_small(x - (shifted - rounding()));
+    const Floats shifted = x + rounder();
+    const Floats small = exp2_of_small(x - (shifted - rounder()));
     const Floats found = small * (Floats)(((Words)shifted << 23) + 0x3f800000);
     return x < -125.0f ? splat(0.0f) : found;
 }
 
 // x * sigmoid(x) = x / (1 + 2^(-x log2 e)), relative error about 1e-7 * |x|; below -87 it is 0.
 inline Floats silu(Floats x) {
-    const Floats bits = x * -1.44269504f;
+    const Floats power = x * -1.44269504f;
 #if defined(__AVX512F__)
-    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)bits, _mm512_set1_ps(126), _CMP_NGT_UQ);
-    const Floats n = (bits + rounding()) - rounding();
-    const Floats whole = 1.0f + (Floats)_mm512_scalef_ps((__m512)exp2_of_small(bits - n), (__m512)n);
+    const __mmask16 fits = _mm512_cmp_ps_mask((__m512)power, _mm512_set1_ps(126), _CMP_NGT_UQ);
+    const Floats n = (power + rounder()) - rounder();
+    const Floats whole = 1.0f + (Floats)_mm512_scalef_ps((__m512)exp2_of_small(power - n), (__m512)n);
     const Floats about = (Floats)_mm512_rcp14_ps((__m512)whole);
     // A step of Newton's doubles the 14 bits.
-    return x * (Floats)_mm512_maskz_mul_ps(counts, (__m512)about, (__m512)(2.0f - whole * about));
+    return x * (Floats)_mm512_maskz_mul_ps(fits, (__m512)about, (__m512)(2.0f - whole * about));
 #else
-    const Floats e = exp2_of_negative(bits < 0 ? bits : -bits);  // nothing overflows
+    const Floats e = exp2_of_negative(power < 0 ? power : -power);  // nothing overflows
     return x * (x < 0 ? e : splat(1.0f)) / (1.0f + e);
 #endif
 }
