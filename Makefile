@@ -10,8 +10,12 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint
 demo: $(RUNTIME)
 	$(BIN)/quail demo
 
+# Two processes with a thread each, then the tests marked `alone`. ARGS may leave either without tests (status 5), not both.
 test: $(DEV)
-	$(BIN)/python -m pytest -q $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --alone no -n 2 --dist loadfile $(ARGS); beside=$$?; \
+	if [ $$beside != 0 ] && [ $$beside != 5 ]; then exit $$beside; fi; \
+	$(BIN)/python -m pytest -q --alone only $(ARGS); alone=$$?; \
+	if [ $$alone = 5 ]; then exit $$beside; else exit $$alone; fi
 
 slow: $(DEV)
 	$(BIN)/python -m pytest -q -m slow

@@ -13,6 +13,7 @@ from quail.models.registry import list_models
 DEFAULT_MODEL = "smollm2-135m"
 CARD_FILES = ("/dev/nvidia0", "/dev/dxg")
 NO_CARD = "no CUDA device"
+ALONE = {"alone", "gpu"}  # two processes would share out the memory of one card
 
 
 def _model_path() -> Path | None:
@@ -31,7 +32,18 @@ def pytest_configure(config: pytest.Config) -> None:
 _HAD_MODEL = pytest.StashKey[bool]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--alone", choices=["no", "only"], help="leave out tests marked `alone` or `gpu`, or all others"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.alone:
+        alone = [item for item in items if ALONE & {mark.name for mark in item.iter_markers()}]
+        others = [item for item in items if item not in alone]
+        items[:], left_out = (alone, others) if config.option.alone == "only" else (others, alone)
+        config.hook.pytest_deselected(items=left_out)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch

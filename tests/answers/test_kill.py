@@ -20,6 +20,8 @@ from quail.config import EngineConfig
 from quail.execution import forecast, runner  # noqa: F401 - torch and the engine are here before processes fork
 from tests.models.tiny import make_tiny
 
+pytestmark = pytest.mark.alone
+
 STATEMENT = r"""
     SELECT l.id, r.word, AI.CLASSIFY(PROMPT(E'{0}\n\nThis is about a', l.body), ['ship', 'town', 'town music'])
     FROM l, r

@@ -18,6 +18,8 @@ from quail.interrupts import KeyboardInterrupts
 from quail.kv.retention import RetentionPool
 from tests.models.tiny import make_tiny
 
+pytestmark = pytest.mark.alone
+
 STATEMENT = """
     SELECT id FROM docs
     WHERE AI.IF(PROMPT('Good? {0}', text)) AND AI.IF(PROMPT('Bad? {0}', text))

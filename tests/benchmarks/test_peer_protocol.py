@@ -82,6 +82,7 @@ def test_a_process_that_ends_is_told_of_with_its_last_words(stub: PeerProcess) -
         stub.ask({"do": "boot"}, timeout_seconds=30)
 
 
+@pytest.mark.alone
 def test_a_paused_process_stands_still_until_resumed(stub: PeerProcess) -> None:
     stub.ask({"do": "boot"}, timeout_seconds=30)
     assert stub.peak_resident_bytes() > 1 << 20

@@ -202,6 +202,7 @@ def test_a_question_longer_than_the_context_is_refused(tiny):
         tiny.run((question(0, "\n\n" + "1" * 300 + "?"),), ChainFeed(["a"], 1))
 
 
+@pytest.mark.alone
 def test_a_megabyte_of_dashes_is_refused_quickly(tiny):
     started = time.perf_counter()
     with pytest.raises(RowError, match="t row 1: its prompt of more than"):

@@ -148,6 +148,7 @@ def test_a_library_that_does_not_work_is_not_kept(tmp_path, script):
     assert not list((tmp_path / "kernels").glob("*.so"))
 
 
+@pytest.mark.alone
 def test_a_compiler_that_takes_too_long_ends_with_all_it_started(tmp_path, script, monkeypatch):
     script(f"(sleep 2; echo late > {tmp_path}/late) & sleep 60")
     monkeypatch.setattr(build, "COMPILE_SECONDS", 0.3)
@@ -175,6 +176,7 @@ def _compile(cache: str) -> None:
     Build.here(Path(cache)).library()
 
 
+@pytest.mark.alone
 def test_two_processes_compile_once(tmp_path, script, monkeypatch):
     script(
         f'echo called >> {tmp_path}/calls; sleep 0.5; while [ "$1" != -o ]; do shift; done; echo library > "$2"'

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.memory.processes import MiB, measured, needs_proc
 from tests.models.tiny import make_tiny
+
+pytestmark = pytest.mark.alone
 
 OVERHEAD = 48 * MiB
 """What the second session of a process may take beside its KV: a table, an arena's accounting, fragments."""

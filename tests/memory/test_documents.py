@@ -15,6 +15,8 @@ from quail.frontend.sql import bind_sql
 from quail.sources.catalog import Catalog
 from tests.memory.processes import MiB, needs_proc
 
+pytestmark = pytest.mark.alone
+
 NUM_DOCUMENTS = 50_000
 
 

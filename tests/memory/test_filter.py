@@ -14,6 +14,8 @@ from quail.config import EngineConfig
 from quail.errors import ModelError
 from tests.memory.processes import measured, needs_proc
 
+pytestmark = pytest.mark.alone
+
 IMPORTS_BYTES = 340_000_000
 """What Python with torch, DuckDB and Arrow takes before a model is loaded."""
 REST_BYTES = 300_000_000

@@ -13,6 +13,8 @@ from quail.models.weights import tensor_shapes, write_safetensors
 from tests.memory.processes import MiB, measured, needs_proc
 from tests.models.tiny import make_tiny
 
+pytestmark = pytest.mark.alone
+
 BOOT = """
 import torch, pathlib, time, warnings
 from quail.models.decoder import Decoder

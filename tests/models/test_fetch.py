@@ -208,6 +208,7 @@ def test_processes_that_fetch_at_once_download_once(index: Index, tmp_path: Path
     assert leftovers(cache) == []
 
 
+@pytest.mark.alone
 def test_what_a_killed_fetch_left_behind_is_removed(index: Index, tmp_path: Path) -> None:
     import signal
     import time

@@ -106,6 +106,7 @@ def test_the_session_comes_without_torch() -> None:
     assert run_python("import sys, quail; quail.Session; print('torch' in sys.modules)").strip() == "False"
 
 
+@pytest.mark.alone
 def test_import_takes_less_than_three_tenths_of_a_second() -> None:
     seconds = []
     for _ in range(5):

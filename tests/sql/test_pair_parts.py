@@ -184,6 +184,7 @@ def test_a_row_that_a_known_answer_closes_asks_nothing_more() -> None:
     assert group.is_settled
 
 
+@pytest.mark.alone
 def test_a_gate_of_many_anchors_takes_time_for_its_rows_alone() -> None:
     num_anchors = 100_000
     rng = np.random.default_rng(5)

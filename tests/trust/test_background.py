@@ -13,6 +13,8 @@ import quail
 from tests.shell.stub import StubEngine
 from tests.trust.test_stopping import COUNT, ROWS, Gate
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def gate() -> Gate:

@@ -18,7 +18,7 @@ import quail.processes
 from tests.models.tiny import make_tiny
 from tests.shell.stub import StubEngine
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 
 COUNT = "SELECT count(*) FROM docs WHERE AI.IF(PROMPT('Good? {0}', text))"
 ROWS = [{"id": each, "text": f"document {each}"} for each in range(50)]

@@ -80,6 +80,7 @@ def test_a_product_less_exact_than_its_dtype_is_noticed(monkeypatch: pytest.Monk
     assert "differs from float64 by 0.00" in fault
 
 
+@pytest.mark.alone
 def test_it_costs_next_to_nothing() -> None:
     seconds = []
     for _ in range(5):

@@ -16,6 +16,8 @@ import quail
 from quail.plan.logical import AICall
 from tests.shell.stub import StubEngine
 
+pytestmark = pytest.mark.alone
+
 COUNT = "SELECT count(*) FROM docs WHERE AI.IF(PROMPT('Good? {0}', text))"
 ENDLESS = "SELECT count(*) FROM range(100000) a, range(1000000) b WHERE hash(a.range, b.range) = 1"
 ROWS = [{"id": each, "text": f"document {each}"} for each in range(500)]
