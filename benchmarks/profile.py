@@ -92,6 +92,7 @@ class TimedKernels:
     def __init__(self, kernels: Kernels, names: dict[Matrix, str], clocks: Clocks) -> None:
         self.inner, self._names, self._clocks = kernels, names, clocks
         self.began, self.ended = 0.0, 0.0
+        self._called: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         wrapped = getattr(self.inner, name)
@@ -99,6 +100,18 @@ class TimedKernels:
             return lambda x, matrix, *rest, **named: self._product(wrapped, x, matrix, *rest, **named)
         operator = {"attend": "attention", "norm": "norm", "rotate": "rotate"}.get(name)
         return wrapped if operator is None else self._clocked(operator, wrapped)
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Where the kernels wait until the end, its time is shared out as their own clocks have it."""
+        self._called = []
+        with self.inner.fused():
+            yield
+            started = time.perf_counter()
+        self.ended = time.perf_counter()
+        seconds: list[float] = getattr(self.inner, "fused_seconds", [])
+        for operator, share in zip(self._called, seconds, strict=False):
+            self._clocks.seconds[operator] += (self.ended - started) * share / sum(seconds)
 
     def _product(
         self, product: Callable[..., None], x: Any, matrix: Matrix, *rest: Any, **named: Any
@@ -112,6 +125,7 @@ class TimedKernels:
         def run(*arguments: Any, **named: Any) -> Any:
             if not self.began:
                 self.began = time.perf_counter()
+            self._called.append(operator)
             with self._clocks.timed(operator):
                 found = work(*arguments, **named)
             self.ended = time.perf_counter()

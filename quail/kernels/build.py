@@ -58,6 +58,7 @@ class Level:
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 LEVELS = (
+    Level("AVX-512 BF16", (*_AVX512, "avx512_vnni", "avx512_bf16"), has_products=True),
     Level("AVX-512 VNNI", (*_AVX512, "avx512_vnni"), has_products=True),
     Level("AVX-512", _AVX512),
     Level("AVX2", _AVX2),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +84,20 @@ class _Rotate(ctypes.Structure):
     )
 
 
+class _Step(ctypes.Structure):
+    _fields_ = (("kind", c_int64), ("job", c_void_p), ("seconds", c_double))
+
+
+class _Fused(ctypes.Structure):
+    _fields_ = (
+        ("steps", c_void_p),
+        ("num_steps", c_int64),
+        ("rows", c_int64),
+        ("widest", c_int64),
+        ("threads", c_int32),
+    )
+
+
 class _Attend(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out", "lse")),
@@ -96,7 +112,17 @@ class _Attend(ctypes.Structure):
 
 
 _STORE, _ADD, _GATE = 0, 1, 2
+_STEPS = {"norm": 0, "product": 1, "rotate": 2}
+_Job = _Norm | _Product | _Rotate
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Waiting(NamedTuple):
+    """A kernel to be run. The tensors are those that its job points to."""
+
+    kernel: str
+    job: _Job
+    tensors: tuple[torch.Tensor, ...]
 
 
 class _Library:
@@ -115,7 +141,12 @@ class _Library:
         self._lib = ctypes.CDLL(str(path))
         self.dtype, self.threads = dtype, threads
         self.panel_columns = int(self._lib.quail_panel_columns())
+        self.inner_multiple = int(self._lib.quail_inner_multiple())
         self.digest = path.stem
+
+    def padded(self, inner: int) -> int:
+        """Elements of a packed column."""
+        return -(-inner // self.inner_multiple) * self.inner_multiple
 
     def call(self, kernel: str, job: ctypes.Structure) -> None:
         getattr(self._lib, f"quail_{kernel}")(ctypes.byref(job))
@@ -130,8 +161,11 @@ class _Library:
 
     def row_pointer(self, tensor: torch.Tensor) -> int:
         """Of a tensor of the model's dtype whose rows, contiguous each, may lie apart."""
-        row = tensor[:1]
-        assert tensor.dtype == self.dtype and (row.is_contiguous() or not len(row)), tensor.stride()
+        size = 1
+        for length, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+            assert length == 1 or stride == size, tensor.stride()
+            size *= length
+        assert tensor.dtype == self.dtype, tensor.dtype
         return tensor.data_ptr()
 
 
@@ -180,7 +214,7 @@ class NativeKernels(TorchKernels):
         library = self._library
         rows, width = x.shape
         assert out.shape == x.shape
-        library.call_for_dtype(
+        self._run(
             "norm",
             _Norm(
                 x=_floats(x),
@@ -191,6 +225,9 @@ class NativeKernels(TorchKernels):
                 eps=eps,
                 threads=library.threads,
             ),
+            x,
+            weight,
+            out,
         )
 
     def rotate(
@@ -208,7 +245,7 @@ class NativeKernels(TorchKernels):
         rows, num_heads, head_dim = heads.shape
         num_kv = k_pages.shape[2]
         assert writes.slot_of_row.is_contiguous() and len(writes.slot_of_row) == rows
-        library.call_for_dtype(
+        self._run(
             "rotate",
             _Rotate(
                 heads=library.pointer(heads),
@@ -226,6 +263,13 @@ class NativeKernels(TorchKernels):
                 eps=eps,
                 threads=library.threads,
             ),
+            heads,
+            cos,
+            sin,
+            k_pages,
+            v_pages,
+            writes.slot_of_row,
+            *(() if norms is None else (norms.q, norms.k)),
         )
 
     def _attend(
@@ -279,6 +323,10 @@ class NativeKernels(TorchKernels):
         )
         return out, lse
 
+    def _run(self, kernel: str, job: _Job, *tensors: torch.Tensor) -> None:
+        """Runs a kernel that treats every row alone; the tensors are those that the job points to."""
+        self._library.call_for_dtype(kernel, job)
+
     def _flat(self, segments: Segments) -> _FlatSegments:
         found = self._segments.get(segments)
         if found is None:
@@ -292,7 +340,53 @@ class IntegerKernels(NativeKernels):
     Each column of weights is scaled by its largest element to 13 bits and a sign, each 192 neighbours of
     a row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is finer than
     bfloat16.
+
+    Kernels that treat every row alone may wait (`fused`) and go over a block of rows together.
     """
+
+    def __init__(self, path: Path, dtype: torch.dtype, threads: int, name: str = "native") -> None:
+        super().__init__(path, dtype, threads, name)
+        self._waiting: list[_Waiting] | None = None
+        self.fused_seconds: list[float] = []
+        """Of each step of the last `fused`, all threads together."""
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        assert self._waiting is None, "within another"
+        waiting: list[_Waiting] = []
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = None
+        self._run_steps(waiting)
+
+    def _run(self, kernel: str, job: _Job, *tensors: torch.Tensor) -> None:
+        step = _Waiting(kernel, job, tensors)
+        if self._waiting is None:
+            self._run_steps([step])
+        else:
+            self._waiting.append(step)
+
+    def _run_steps(self, waiting: Sequence[_Waiting]) -> None:
+        if not waiting:
+            return
+        rows = waiting[0].job.rows
+        assert all(each.job.rows == rows for each in waiting)
+        steps = (_Step * len(waiting))(
+            *(_Step(_STEPS[each.kernel], ctypes.addressof(each.job), 0) for each in waiting)
+        )
+        self._library.call(
+            "fused",
+            _Fused(
+                steps=ctypes.addressof(steps),
+                num_steps=len(waiting),
+                rows=rows,
+                widest=max((each.job.inner for each in waiting if isinstance(each.job, _Product)), default=1),
+                threads=self._library.threads,
+            ),
+        )
+        self.fused_seconds = [step.seconds for step in steps]
 
     @property
     def layout(self) -> str:
@@ -311,7 +405,7 @@ class IntegerKernels(NativeKernels):
         parts = [part.contiguous() for part in parts]
         width = library.panel_columns // 2 if gated else library.panel_columns
         num_panels = -(-columns // width)
-        data = torch.empty(num_panels * library.panel_columns, inner + inner % 2, dtype=torch.int16)
+        data = torch.empty(num_panels * library.panel_columns, library.padded(inner), dtype=torch.int16)
         scales = torch.empty(num_panels * library.panel_columns)
         pointers = (c_void_p * len(parts))(*(library.pointer(part) for part in parts))
         rows = (c_int64 * len(parts))(*(len(part) for part in parts))
@@ -354,8 +448,8 @@ class IntegerKernels(NativeKernels):
         assert matrix.scales is not None
         needed = matrix.columns * (2 if ending == _GATE else 1)
         assert out.shape == (rows, matrix.columns) and len(matrix.scales) >= needed
-        assert matrix.data.shape == (len(matrix.scales), inner + inner % 2)
-        self._library.call(
+        assert matrix.data.shape == (len(matrix.scales), self._library.padded(inner))
+        self._run(
             "product",
             _Product(
                 x=self._library.row_pointer(x),
@@ -371,6 +465,11 @@ class IntegerKernels(NativeKernels):
                 ending=ending,
                 threads=self._library.threads,
             ),
+            x,
+            matrix.data,
+            matrix.scales,
+            out,
+            *(() if bias is None else (bias,)),
         )
 
 

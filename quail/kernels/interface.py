@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +81,13 @@ class Kernels(Protocol):
 
     def gated_matrix(self, gate: torch.Tensor, up: torch.Tensor) -> Matrix:
         """Lays out the weights of `gated_product`: (n, inner) each."""
+
+    def fused(self) -> AbstractContextManager[None]:
+        """Products, norms and rotations called inside may wait until its end, then run together.
+
+        Each treats every row alone, so that a block of rows may go through all of them before the next does.
+        They must be over the same rows.
+        """
 
     def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Writes x · weightsᵀ + bias into `out`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,9 @@ class TorchKernels:
 
     def gated_matrix(self, gate: torch.Tensor, up: torch.Tensor) -> Matrix:
         return Matrix(torch.cat([gate, up]), gate.shape[0])
+
+    def fused(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         if bias is None:

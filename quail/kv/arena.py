@@ -34,10 +34,11 @@ class KVArena:
         self.pages = PageArena(num_pages)
         shape = (num_layers, 2, num_pages, PAGE_TOKENS, num_kv_heads, head_dim)
         self._kv = torch.empty(shape, dtype=dtype, device=device)
+        self._layers = [(keys, values) for keys, values in self._kv]
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(pages, page_tokens, kv_heads, head_dim) keys and values of one layer; views."""
-        return self._kv[index, 0], self._kv[index, 1]
+        return self._layers[index]
 
     @property
     def num_bytes(self) -> int:

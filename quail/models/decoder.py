@@ -130,30 +130,53 @@ class Decoder:
         hidden, normed = space.hidden[:num_rows], space.normed[:num_rows]
         heads, inner = space.heads[:num_rows], space.inner[:num_rows]
         q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
+        flat_heads = heads.flatten(1)
         ids, positions, read_rows, *kept = upload(_indexes(chunk), self.device)
         cos, sin = self._rotation(positions)
         writes = PageWrites(kept[0], kept[1], kept[2])
 
         hidden.copy_(self.embedding.index_select(0, ids))
+        mixed = torch.empty(0)
         for index, layer in enumerate(self.layers):
             k_pages, v_pages = arena.layer(index)
-            kernels.norm(hidden, layer.input_norm, eps, out=normed)
-            kernels.product(normed, layer.qkv, layer.qkv_bias, out=heads.flatten(1))
-            kernels.rotate(heads, cos, sin, layer.head_norms, eps, k_pages, v_pages, writes)
+            with kernels.fused():
+                if index:
+                    self._behind_attention(self.layers[index - 1], mixed, hidden, normed, inner)
+                kernels.norm(hidden, layer.input_norm, eps, out=normed)
+                kernels.product(normed, layer.qkv, layer.qkv_bias, out=flat_heads)
+                kernels.rotate(heads, cos, sin, layer.head_norms, eps, k_pages, v_pages, writes)
             mixed, _ = kernels.attend(
                 q, k, v, k_pages, v_pages, chunk.segments, chunk.block_table, scale=config.head_dim**-0.5
             )
             mixed = mixed.flatten(1)
-            if layer is self.layers[-1]:  # behind its attention only the rows to read are of use
-                mixed, hidden = mixed.index_select(0, read_rows), hidden.index_select(0, read_rows)
+        # Behind the last attention only the rows to read are of use.
+        mixed, hidden = mixed.index_select(0, read_rows), hidden.index_select(0, read_rows)
+        if len(read_rows):
+            with kernels.fused():
                 normed, inner = normed[: len(read_rows)], inner[: len(read_rows)]
-                if not len(read_rows):
-                    break
-            kernels.add_product(mixed, layer.out, layer.out_bias, total=hidden)
-            kernels.norm(hidden, layer.post_norm, eps, out=normed)
-            kernels.gated_product(normed, layer.gate_up, out=inner)
-            kernels.add_product(inner, layer.down, None, total=hidden)
+                self._behind_attention(self.layers[-1], mixed, hidden, normed, inner)
         return F.rms_norm(hidden, (config.hidden_size,), self.final_norm, eps)
+
+    def _behind_attention(
+        self,
+        layer: Layer,
+        mixed: torch.Tensor,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        inner: torch.Tensor,
+    ) -> None:
+        """The rest of a layer: adds its attention's output and its network's to `hidden`.
+
+        Args:
+            layer: the layer.
+            mixed: (t, heads · head_dim) of its attention.
+            hidden: (t, hidden) float32, changed.
+            normed, inner: space, (t, hidden) and (t, intermediate).
+        """
+        self.kernels.add_product(mixed, layer.out, layer.out_bias, total=hidden)
+        self.kernels.norm(hidden, layer.post_norm, self.config.norm_eps, out=normed)
+        self.kernels.gated_product(normed, layer.gate_up, out=inner)
+        self.kernels.add_product(inner, layer.down, None, total=hidden)
 
     @torch.inference_mode()
     def head(self, states: torch.Tensor, vocab_ids: Int64s | slice | None = None) -> torch.Tensor:

@@ -42,6 +42,7 @@ def test_another_folder_may_keep_the_libraries(tmp_path, monkeypatch):
         (AVX2, "AVX2"),
         (AVX512, "AVX-512"),
         (f"{AVX512} avx512_vnni amx_tile", "AVX-512 VNNI"),
+        (f"{AVX512} avx512_vnni avx512_bf16", "AVX-512 BF16"),
         (f"{AVX2} avx512f", "AVX2"),
     ],
 )
@@ -84,7 +85,8 @@ def test_an_unknown_level_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("QUAIL_KERNELS_LEVEL", "sse9")
     (tmp_path / "cpuinfo").write_text(AVX2)
     with pytest.raises(
-        Unavailable, match="QUAIL_KERNELS_LEVEL is 'sse9'; there are AVX-512 VNNI, AVX-512, AVX2"
+        Unavailable,
+        match="QUAIL_KERNELS_LEVEL is 'sse9'; there are AVX-512 BF16, AVX-512 VNNI, AVX-512, AVX2",
     ):
         level_of(tmp_path / "cpuinfo")
 

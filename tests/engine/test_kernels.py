@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -336,6 +338,60 @@ def test_threads_do_not_change_products_and_attention(integer, rows):
         kernels.add_product(x, kernels.matrix([weights]), None, total)
         results.append(total)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [0, 1, 55, 200, 700])
+@pytest.mark.parametrize("width", [64, 200, 5000])
+def test_fused_steps_have_the_bits_of_steps_alone(integer, rows, width, threads):
+    kernels = native_kernels(torch.bfloat16, threads=threads)
+    assert isinstance(kernels, IntegerKernels)
+    heads, head_dim = 4, 32
+    gated = kernels.gated_matrix(draw(1, width, 96).bfloat16(), draw(2, width, 96).bfloat16())
+    down = kernels.matrix([draw(3, 96, width).bfloat16() * width**-0.5])
+    qkv = kernels.matrix([draw(4, heads * head_dim, 96).bfloat16()])
+    angles = draw(5, rows, head_dim // 2)
+    slots = torch.arange(rows).flip(0)
+    slots[: rows // 3] = -1
+    kept = (slots >= 0).nonzero().flatten()
+
+    def run(fused: bool) -> list[torch.Tensor]:
+        hidden, bias = draw(0, rows, 96), draw(6, heads * head_dim)
+        normed, inner = torch.empty(rows, 96).bfloat16(), torch.empty(rows, width).bfloat16()
+        mixed = torch.empty(rows, heads, head_dim).bfloat16()
+        pages = [torch.zeros(-(-rows // PAGE) + 1, PAGE, 1, head_dim).bfloat16() for _ in range(2)]
+        with kernels.fused() if fused else nullcontext():
+            kernels.norm(hidden, draw(7, 96), 1e-5, out=normed)
+            kernels.gated_product(normed, gated, out=inner)
+            kernels.add_product(inner, down, None, total=hidden)
+            kernels.norm(hidden, draw(8, 96), 1e-5, out=normed)
+            kernels.product(normed, qkv, bias, out=mixed.flatten(1))
+            writes = PageWrites(kept, slots[kept], slots)
+            kernels.rotate(mixed, angles.cos(), angles.sin(), None, 1e-5, *pages, writes)
+            assert not fused or not rows or torch.equal(hidden, draw(0, rows, 96)), "they wait"
+        if fused:
+            assert len(kernels.fused_seconds) == 6
+            assert all(seconds > 0 for seconds in kernels.fused_seconds) or not rows
+        return [hidden, normed, inner, mixed, *pages]
+
+    for together, alone in zip(run(fused=True), run(fused=False), strict=True):
+        assert torch.equal(together, alone)
+
+
+def test_what_fails_within_fused_steps_runs_none_of_them(integer):
+    x, matrix = draw(0, 5, 64).bfloat16(), integer.matrix([draw(1, 40, 64).bfloat16()])
+    total = torch.zeros(5, 40)
+
+    def fail() -> None:
+        with integer.fused():
+            integer.add_product(x, matrix, None, total)
+            integer.add_product(x, matrix, None, torch.zeros(5, 41))
+
+    with pytest.raises(AssertionError):
+        fail()
+    assert not total.any()
+    integer.add_product(x, matrix, None, total)
+    assert total.all(), "and the next works as ever"
 
 
 def test_torch_attention_and_the_native_one_agree_on_a_pass_of_documents():

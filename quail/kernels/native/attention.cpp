@@ -345,15 +345,21 @@ class Attention {
                 for (int i = 0; i < count; ++i) columns[i] = stack.out + (d + i) * stack.stride + first;
                 transpose(columns, count, LANES, turned + d, width);
             }
+            for (int later = first + LANES; later < std::min(stack.lanes, first + 2 * LANES); ++later) {
+                const T* to = static_cast<const T*>(job.out) + stack.lane[later].place * dim;
+                for (long d = 0; d < dim; d += LINE / sizeof(T)) __builtin_prefetch(to + d, 1);
+            }
+            const Floats total = load(stack.total + first), shares = 1.0f / total;
+            const Floats lse = (load(stack.largest + first) + log2_of(total)) * LN_2;
             for (int lane = first; lane < std::min(stack.lanes, first + LANES); ++lane) {
                 const long place = stack.lane[lane].place;
-                const float share = 1.0f / stack.total[lane];
+                const float share = shares[lane - first];
                 const float* from = turned + (lane - first) * width;
                 T* to = static_cast<T*>(job.out) + place * dim;
                 long d = 0;
                 for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d) * share);
                 for (; d < dim; ++d) put(to + d, from[d] * share);
-                if (job.lse) job.lse[place] = stack.largest[lane] * LN_2 + std::log(stack.total[lane]);
+                if (job.lse) job.lse[place] = lse[lane - first];
             }
         }
     }

@@ -17,7 +17,7 @@ bool product_is_right(int64_t rows, int64_t inner, int64_t columns) {
     for (long i = 0; i < rows * inner; ++i) x[i] = round_bf16(value(i));
     for (long i = 0; i < columns * inner; ++i) weights[i] = round_bf16(value(i + 77));
     const long panel = quail_panel_columns(), padded = (columns + panel - 1) / panel * panel;
-    std::vector<int16_t> packed(padded * ((inner + 1) / 2 * 2));
+    std::vector<int16_t> packed(padded * (inner + quail_inner_multiple()));
     std::vector<float> scales(padded), out(rows * columns, 1.0f);
     const void* part = weights.data();
     const QuailPack packing{&part, &columns, 1, inner, 0, 1, packed.data(), scales.data()};

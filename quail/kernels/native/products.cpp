@@ -22,12 +22,13 @@ extern "C" {
 
 int64_t quail_panel_columns() { return PANEL; }
 
+int64_t quail_inner_multiple() { return 2 * GROUP; }
+
 #if !defined(__AVX512VNNI__)
 
 int32_t quail_has_products() { return 0; }
 void quail_pack(const QuailPack*) {}
 void quail_product(const QuailProduct*) {}
-
 #else
 
 int32_t quail_has_products() { return 1; }
@@ -36,19 +37,28 @@ int32_t quail_has_products() { return 1; }
 
 }  // extern "C"
 
-#if defined(__AVX512VNNI__)
+#if !defined(__AVX512VNNI__)
+
+void quail::product_of_rows(const QuailProduct&, long, long) {}
+long quail::fitting_rows(long) { return 1; }
+
+#else
 
 namespace {
 
 constexpr int RUN = 192;  // neighbours of a row that share a scale
 constexpr int RUN_STEPS = RUN / 2;
+constexpr int LINE = 16;  // words of a line of the caches
 constexpr float MOST_OF_X = 8191, MOST_OF_WEIGHTS = 8191;
 constexpr float MOST_OF_A_RUN = INT32_MAX / 8191 - RUN;  // magnitudes of weights added up; RUN is for their rounding
 constexpr float LEAST = 1e-30f;                          // less counts as zero
-constexpr long BLOCK_BYTES = 768 << 10;     // packed rows of a block: they stay in the second-level cache
+constexpr long BLOCK_BYTES = 384 << 10;  // packed rows of a block: they stay in the second-level cache
 constexpr long LEAST_ROWS = 4 * TILE_ROWS;  // of a block, where rows are divided among threads
 
 enum Ending { STORE = 0, ADD = 1, GATE = 2 };
+
+// Pairs of an inner dimension, up to whole groups.
+constexpr long steps_of(long inner) { return (inner + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
 
 // The largest magnitude of `count` elements; NaN if one of them is not finite. Magnitudes of bfloat16 are in the
 // order of their bits.
@@ -72,15 +82,28 @@ float magnitude(const bf16* x, long count) {
     return found >= 0x7f80 ? NAN : widen(bf16{found});
 }
 
-// Writes round(x * factor) as 16-bit integers; at an odd end, a zero behind the last.
-void to_integers(const bf16* x, long count, float factor, int16_t* to) {
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32((__m512)(load(x + i) * factor));
-        _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtepi32_epi16(whole));
+// Writes round(x * factor) as 16-bit integers, GROUP pairs at a time: `stride` words from one group to the next, zeros
+// behind the last.
+void to_integers(const bf16* x, long count, float factor, uint32_t* to, long stride) {
+    static_assert(GROUP == 4, "a quarter of a register");
+    constexpr int WIDTH = 2 * LANES;
+    const __m512 factors = _mm512_set1_ps(factor);
+    const auto whole = [&](__m512i elements) { return _mm512_cvtps_epi32(_mm512_castsi512_ps(elements) * factors); };
+    for (long i = 0; i < count; i += WIDTH, to += 4 * stride) {
+        const long rest = count - i;
+        const __m512i elements =
+            _mm512_maskz_loadu_epi16(rest < WIDTH ? (1u << rest) - 1 : ~0u, x + i);
+        // Widened and narrowed within quarters of the register, so that elements keep their order.
+        const __m512i integers = _mm512_packs_epi32(
+            whole(_mm512_unpacklo_epi16(__m512i{}, elements)), whole(_mm512_unpackhi_epi16(__m512i{}, elements)));
+        const auto put_group = [&](int number, __m128i group) {
+            if (rest > 8 * number) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + number * stride), group);
+        };
+        put_group(0, _mm512_castsi512_si128(integers));
+        put_group(1, _mm512_extracti32x4_epi32(integers, 1));
+        put_group(2, _mm512_extracti32x4_epi32(integers, 2));
+        put_group(3, _mm512_extracti32x4_epi32(integers, 3));
     }
-    for (; i < count; ++i) to[i] = int16_t(std::lrintf(widen(x[i]) * factor));
-    if (count % 2) to[count] = 0;
 }
 
 struct Scale {
@@ -111,7 +134,7 @@ Scale scale_of_column(const bf16* weights, long inner) {
 // no more than two operands while it multiplies two.
 template <int ROW>
 inline void add_pair(Ints& left_total, Ints& right_total, __m512i left, __m512i right, const uint32_t* pair) {
-    if constexpr (ROW % 2) {
+    if constexpr (ROW % 3) {
         asm("vpdpwssd %2%{1to16%}, %3, %0\n\tvpdpwssd %2%{1to16%}, %4, %1"
             : "+v"(left_total), "+v"(right_total)
             : "m"(*pair), "v"(left), "v"(right));
@@ -123,48 +146,50 @@ inline void add_pair(Ints& left_total, Ints& right_total, __m512i left, __m512i 
     }
 }
 
-// c[r, 0:PANEL] += the product of a run of packed rows R... with a panel, but for the panel's scales. Written without
-// loops over rows, so that all sums stay in registers.
-template <long STEPS, int... R>
+// The product of a run of packed rows R... with a panel, but for the panel's scales: it begins c[r, 0:PANEL], or is
+// added. Written without loops over rows, so that all sums stay in registers.
+template <bool BEGINS, int... R>
 inline void add_run(
     std::integer_sequence<int, R...>,
     const uint32_t* a,
     const float* a_scales,
     const uint32_t* b,
     long steps,
+    const uint32_t* next,
     float* c) {
     constexpr int ROWS = sizeof...(R);
-    constexpr int AHEAD = RUN_STEPS / 2;  // steps that a panel is asked for ahead of its use
     Ints left_total[ROWS] = {}, right_total[ROWS] = {};
-    for (long k = 0; k < (STEPS ? STEPS : steps); ++k) {
-        const __m512i left = _mm512_loadu_si512(b + k * PANEL);
-        const __m512i right = _mm512_loadu_si512(b + k * PANEL + LANES);
-        __builtin_prefetch(b + (k + AHEAD) * PANEL);
-        __builtin_prefetch(b + (k + AHEAD) * PANEL + LANES);
-        __builtin_prefetch(a + ROWS * RUN_STEPS + k * ROWS);  // of the next run
-        (add_pair<R>(left_total[R], right_total[R], left, right, a + R * RUN_STEPS + k), ...);
+    for (long k = 0; k < steps; k += GROUP, a += ROWS * GROUP, b += GROUP * PANEL, next += LINE) {
+        __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < GROUP; ++i) {
+            const __m512i left = _mm512_loadu_si512(b + i * PANEL);
+            const __m512i right = _mm512_loadu_si512(b + i * PANEL + LANES);
+            (add_pair<R>(left_total[R], right_total[R], left, right, a + R * GROUP + i), ...);
+        }
     }
     asm volatile("" ::: "memory");  // else compilers keep c, too, in registers across runs, and spill all of them
     const auto add = [](float* to, Ints total, float scale) {
-        store(to, load(to) + __builtin_convertvector(total, Floats) * scale);
+        const Floats found = __builtin_convertvector(total, Floats) * scale;
+        store(to, BEGINS ? found : load(to) + found);
     };
     ((add(c + R * PANEL, left_total[R], a_scales[R]), add(c + R * PANEL + LANES, right_total[R], a_scales[R])), ...);
 }
 
-using IntegerTile = void (*)(const uint32_t*, const float*, const uint32_t*, long, float*);
+using IntegerTile = void (*)(const uint32_t*, const float*, const uint32_t*, long, const uint32_t*, float*);
 
-// c[r, 0:PANEL] = the product of ROWS packed rows with a panel, but for the panel's scales.
+// c[r, 0:PANEL] = the product of ROWS packed rows with a panel, but for the panel's scales. Meanwhile a line of `next`
+// is asked for with each group of steps.
 template <int ROWS>
-void tile_of_integers(const uint32_t* a, const float* a_scales, const uint32_t* b, long steps, float* c) {
+void tile_of_integers(
+    const uint32_t* a, const float* a_scales, const uint32_t* b, long steps, const uint32_t* next, float* c) {
     constexpr auto rows = std::make_integer_sequence<int, ROWS>();
-    for (int i = 0; i < ROWS * PANEL; i += LANES) store(c + i, Floats{});
-    for (; steps >= RUN_STEPS; steps -= RUN_STEPS) {
-        add_run<RUN_STEPS>(rows, a, a_scales, b, 0, c);
-        a += ROWS * RUN_STEPS;
-        b += PANEL * RUN_STEPS;
+    add_run<true>(rows, a, a_scales, b, std::min<long>(steps, RUN_STEPS), next, c);
+    for (long done = RUN_STEPS; done < steps; done += RUN_STEPS) {
+        const long more = std::min<long>(steps - done, RUN_STEPS);
         a_scales += ROWS;
+        add_run<false>(rows, a + done * ROWS, a_scales, b + done * PANEL, more, next + done / GROUP * LINE, c);
     }
-    if (steps) add_run<0>(rows, a, a_scales, b, steps, c);
 }
 
 template <int... HEIGHT_LESS_1>
@@ -189,35 +214,36 @@ class PackedRows {
     void pack(const bf16* x, long stride, long num_rows, long inner) {
         rows = num_rows;
         tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        steps = (inner + 1) / 2;
+        steps = steps_of(inner);
         runs = (inner + RUN - 1) / RUN;
         words.resize(std::max<size_t>(words.size(), rows * runs * RUN_STEPS));
         scales.resize(std::max<size_t>(scales.size(), rows * runs));
         for (long tile = 0; tile < tiles; ++tile) {
             const int height = this->height(tile);
-            for (int r = 0; r < height; ++r) {
-                const bf16* row = x + (begin(tile) + r) * stride;
-                float* scale_of_run = scales.data() + begin(tile) * runs + r;
-                int16_t* to = reinterpret_cast<int16_t*>(words.data() + begin(tile) * runs * RUN_STEPS) + r * RUN;
-                for (long first = 0; first < inner; first += RUN, scale_of_run += height, to += height * RUN) {
-                    const long count = std::min<long>(RUN, inner - first);
-                    const Scale scale = scale_of(magnitude(row + first, count), MOST_OF_X);
-                    to_integers(row + first, count, scale.of_elements, to);
-                    *scale_of_run = scale.of_integers;
+            float* scale_of_row = scales.data() + begin(tile) * runs;
+            uint32_t* to = words.data() + begin(tile) * runs * RUN_STEPS;
+            for (long first = 0; first < inner; first += RUN, to += height * (RUN_STEPS - GROUP)) {
+                const long count = std::min<long>(RUN, inner - first);
+                const bf16* from = x + begin(tile) * stride + first;
+                for (int r = 0; r < height; ++r, from += stride, to += GROUP) {
+                    for (long i = 0; i < count; i += 2 * LINE) {
+                        __builtin_prefetch(from + height * stride + i);  // of the next tile
+                    }
+                    const Scale scale = scale_of(magnitude(from, count), MOST_OF_X);
+                    to_integers(from, count, scale.of_elements, to, height * GROUP);
+                    *scale_of_row++ = scale.of_integers;
                 }
             }
         }
     }
 };
 
-// Asks for the lines that `finish` will write: they come while the tile is computed.
-void expect_writes(const QuailProduct& job, long row, int rows, long panel) {
-    const long first = panel * (job.ending == GATE ? LANES : PANEL);
-    const long size = job.ending == ADD ? sizeof(float) : sizeof(bf16);
-    for (int r = 0; r < rows; ++r) {
-        const char* out = static_cast<const char*>(job.out) + ((row + r) * job.out_stride + first) * size;
+// Asks for the lines that `finish` will add to: they come while the tile is computed.
+void expect_additions(const QuailProduct& job, long row, int rows, long panel) {
+    const float* out = static_cast<const float*>(job.out) + row * job.out_stride + panel * PANEL;
+    for (int r = 0; r < rows; ++r, out += job.out_stride) {
         __builtin_prefetch(out, 1);
-        if (job.ending == ADD) __builtin_prefetch(out + LANES * size, 1);
+        __builtin_prefetch(out + LANES, 1);
     }
 }
 
@@ -253,12 +279,39 @@ void finish(const QuailProduct& job, const float* found, long row, int rows, lon
 using Finish = void (*)(const QuailProduct&, const float*, long, int, long);
 constexpr Finish FINISHES[] = {finish<STORE>, finish<ADD>, finish<GATE>};
 
+long panels_of(const QuailProduct& job) {
+    const long width = job.ending == GATE ? LANES : PANEL;
+    return (job.columns + width - 1) / width;
+}
+
+// The part of a product that rows [first, last) and panels [first_panel, last_panel) have.
+void multiply(const QuailProduct& job, long first, long last, long first_panel, long last_panel) {
+    static thread_local PackedRows packed;
+    packed.pack(static_cast<const bf16*>(job.x) + first * job.x_stride, job.x_stride, last - first, job.inner);
+    const long panel_words = packed.steps * PANEL;
+    constexpr int PARTS = GROUP * PANEL / LINE;  // of the next panel: a tile asks for one
+    alignas(64) float found[TILE_ROWS * PANEL];
+    for (long panel = first_panel; panel < last_panel; ++panel) {
+        const uint32_t* weights = static_cast<const uint32_t*>(job.packed) + panel * panel_words;
+        for (long tile = 0; tile < packed.tiles; ++tile) {
+            const int height = packed.height(tile);
+            const long row = first + packed.begin(tile);
+            const bool expects = tile < PARTS && panel + 1 < last_panel;
+            const uint32_t* next = expects ? weights + panel_words + tile * (panel_words / PARTS) : weights;
+            if (job.ending == ADD) expect_additions(job, row, height, panel);
+            integer_tile(height, std::make_integer_sequence<int, TILE_ROWS>())(
+                packed.words_of(tile), packed.scales_of(tile), weights, packed.steps, next, found);
+            FINISHES[job.ending](job, found, row, height, panel);
+        }
+    }
+}
+
 // How a product is cut into tasks: blocks of rows, and of panels where the rows alone are too few.
 struct Cut {
     long row_blocks, column_blocks = 1;
 
     Cut(const QuailProduct& job, long panels) {
-        const long fitting = std::max<long>(TILE_ROWS, BLOCK_BYTES / (2 * job.inner));
+        const long fitting = fitting_rows(job.inner);
         const long wanted = 2 * job.threads;
         row_blocks = (job.rows + fitting - 1) / fitting;
         if (job.threads == 1) return;
@@ -272,7 +325,7 @@ struct Cut {
 extern "C" {
 
 void quail_pack(const QuailPack* job) {
-    const long inner = job->inner, steps = (inner + 1) / 2;
+    const long inner = job->inner, steps = steps_of(inner);
     long columns = 0;
     for (long part = 0; part < job->num_parts; ++part) columns += job->part_rows[part];
     const auto column = [&](long index) -> const bf16* {
@@ -286,7 +339,7 @@ void quail_pack(const QuailPack* job) {
     const long panels = job->gated ? (half + LANES - 1) / LANES : (columns + PANEL - 1) / PANEL;
     parallel(job->threads, panels, [&](long panel) {
         uint32_t* to = static_cast<uint32_t*>(job->packed) + panel * steps * PANEL;
-        std::vector<int16_t> integers(LANES * 2 * steps);
+        std::vector<uint32_t> integers(LANES * steps);
         for (int side = 0; side < 2; ++side) {
             const uint32_t* picked[LANES];
             for (int lane = 0; lane < LANES; ++lane) {
@@ -298,9 +351,9 @@ void quail_pack(const QuailPack* job) {
                 if (!there) continue;
                 const bf16* weights = column(job->gated && side ? half + place : place);
                 const Scale scale = scale_of_column(weights, inner);
-                int16_t* row = integers.data() + lane * 2 * steps;
-                to_integers(weights, inner, scale.of_elements, row);
-                picked[lane] = reinterpret_cast<const uint32_t*>(row);
+                uint32_t* row = integers.data() + lane * steps;
+                to_integers(weights, inner, scale.of_elements, row, GROUP);
+                picked[lane] = row;
                 kept = scale.of_integers;
             }
             transpose_words(picked, LANES, steps, to + side * LANES, PANEL);
@@ -310,30 +363,25 @@ void quail_pack(const QuailPack* job) {
 
 void quail_product(const QuailProduct* job) {
     if (job->rows == 0) return;
-    const long steps = (job->inner + 1) / 2;
-    const long width = job->ending == GATE ? LANES : PANEL;
-    const long panels = (job->columns + width - 1) / width;
+    const long panels = panels_of(*job);
     const Cut cut(*job, panels);
     parallel(job->threads, cut.row_blocks * cut.column_blocks, [&](long task) {
         const long block = task / cut.column_blocks, part = task % cut.column_blocks;
-        const long first = job->rows * block / cut.row_blocks, last = job->rows * (block + 1) / cut.row_blocks;
-        static thread_local PackedRows packed;
-        packed.pack(static_cast<const bf16*>(job->x) + first * job->x_stride, job->x_stride, last - first, job->inner);
-        alignas(64) float found[TILE_ROWS * PANEL];
-        const long last_panel = panels * (part + 1) / cut.column_blocks;
-        for (long panel = panels * part / cut.column_blocks; panel < last_panel; ++panel) {
-            const uint32_t* weights = static_cast<const uint32_t*>(job->packed) + panel * steps * PANEL;
-            for (long tile = 0; tile < packed.tiles; ++tile) {
-                const int height = packed.height(tile);
-                expect_writes(*job, first + packed.begin(tile), height, panel);
-                integer_tile(height, std::make_integer_sequence<int, TILE_ROWS>())(
-                    packed.words_of(tile), packed.scales_of(tile), weights, steps, found);
-                FINISHES[job->ending](*job, found, first + packed.begin(tile), height, panel);
-            }
-        }
+        multiply(
+            *job,
+            job->rows * block / cut.row_blocks,
+            job->rows * (block + 1) / cut.row_blocks,
+            panels * part / cut.column_blocks,
+            panels * (part + 1) / cut.column_blocks);
     });
 }
 
 }  // extern "C"
 
-#endif  // __AVX512VNNI__
+void quail::product_of_rows(const QuailProduct& job, long first, long last) {
+    multiply(job, first, last, 0, panels_of(job));
+}
+
+long quail::fitting_rows(long inner) { return std::max<long>(TILE_ROWS, BLOCK_BYTES / (2 * inner)); }
+
+#endif

@@ -29,14 +29,27 @@ struct QuailPack {
     int64_t inner;
     int32_t gated;
     int32_t threads;
-    void* packed;   // whole panels of quail_panel_columns() columns of int16, `inner` rounded up to even each
+    void* packed;   // whole panels of quail_panel_columns() columns of int16, `inner` rounded up to quail_inner_multiple() each
     float* scales;  // one a column of those panels
 };
 
 int64_t quail_panel_columns();
+int64_t quail_inner_multiple();
 int32_t quail_has_products();  // whether this build multiplies; otherwise pack and product do nothing
 
 void quail_pack(const QuailPack*);
 void quail_product(const QuailProduct*);
 
 }  // extern "C"
+
+namespace quail {
+
+constexpr int GROUP = 4;  // pairs of a row's elements that lie together where rows are packed
+
+// The part of a product that rows [first, last) have, on the calling thread.
+void product_of_rows(const QuailProduct&, long first, long last);
+
+// Rows of so many elements that stay in the second-level cache while they are multiplied.
+long fitting_rows(long inner);
+
+}  // namespace quail

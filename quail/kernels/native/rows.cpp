@@ -1,53 +1,13 @@
 // What happens to rows between products: norms, rotary positions, KV into pages.
 
+#include "rows.h"
+
 #include <cmath>
 
 #include "parallel.h"
 #include "simd.h"
 
 using namespace quail;
-
-extern "C" {
-
-// Root-mean-square norm of float32 rows.
-struct QuailNorm {
-    const float* x;       // (rows, width), contiguous
-    const float* weight;  // (width,)
-    void* out;            // (rows, width), contiguous
-    int64_t rows;
-    int64_t width;
-    float eps;
-    int32_t threads;
-};
-
-// Norms of query and key heads, rotary positions, then keys and values into pages; in place.
-struct QuailRotate {
-    void* heads;           // (rows, q_heads + 2 kv_heads, head_dim), contiguous
-    const float* cos;      // (rows, head_dim / 2)
-    const float* sin;
-    const float* q_norm;   // (head_dim,) or null
-    const float* k_norm;
-    void* k_pages;         // (slots, kv_heads, head_dim), contiguous
-    void* v_pages;
-    const int64_t* slots;  // (rows,) slot of a row's KV, -1 where it is not kept
-    int64_t rows;
-    int64_t q_heads;
-    int64_t kv_heads;
-    int64_t head_dim;
-    float eps;
-    int32_t threads;
-};
-
-// silu(gate) * up of rows that hold both, side by side.
-struct QuailGate {
-    const void* gate_up;  // (rows, 2 width), contiguous
-    void* out;            // (rows, width), contiguous
-    int64_t rows;
-    int64_t width;
-    int32_t threads;
-};
-
-}  // extern "C"
 
 namespace {
 
@@ -74,21 +34,21 @@ inline void scaled(const float* x, float scale, const float* weight, T* out, lon
     for (; i < width; ++i) put(out + i, x[i] * scale * weight[i]);
 }
 
-template <class Body>
-void for_rows(long rows, int threads, const Body& body) {
-    parallel(threads, (rows + ROWS_OF_A_TASK - 1) / ROWS_OF_A_TASK, [&](long task) {
-        const long last = std::min(rows, (task + 1) * ROWS_OF_A_TASK);
-        for (long row = task * ROWS_OF_A_TASK; row < last; ++row) body(row);
+// Calls body(job, first, last) for parts of a job's rows on its threads.
+template <class Job>
+void in_parts(const Job& job, void (*body)(const Job&, long, long)) {
+    parallel(job.threads, (job.rows + ROWS_OF_A_TASK - 1) / ROWS_OF_A_TASK, [&](long task) {
+        body(job, task * ROWS_OF_A_TASK, std::min<long>(job.rows, (task + 1) * ROWS_OF_A_TASK));
     });
 }
 
 template <class T>
-void norm(const QuailNorm& job) {
-    for_rows(job.rows, job.threads, [&](long row) {
+void norm(const QuailNorm& job, long first, long last) {
+    for (long row = first; row < last; ++row) {
         const float* x = job.x + row * job.width;
         const float scale = 1.0f / std::sqrt(mean_square(x, job.width) + job.eps);
         scaled(x, scale, job.weight, static_cast<T*>(job.out) + row * job.width, job.width);
-    });
+    }
 }
 
 // One head: its norm, then the rotation of the pairs (i, i + head_dim / 2).
@@ -124,9 +84,9 @@ inline void turn(T* head, const float* norm, float eps, const float* cos, const 
 }
 
 template <class T>
-void rotate(const QuailRotate& job) {
+void rotate(const QuailRotate& job, long first, long last) {
     const long head_dim = job.head_dim, kv_width = job.kv_heads * head_dim;
-    for_rows(job.rows, job.threads, [&](long row) {
+    for (long row = first; row < last; ++row) {
         T* heads = static_cast<T*>(job.heads) + row * (job.q_heads * head_dim + 2 * kv_width);
         const float *cos = job.cos + row * (head_dim / 2), *sin = job.sin + row * (head_dim / 2);
         for (long h = 0; h < job.q_heads + job.kv_heads; ++h) {
@@ -139,30 +99,33 @@ void rotate(const QuailRotate& job) {
             std::memcpy(static_cast<T*>(job.k_pages) + to, keys, kv_width * sizeof(T));
             std::memcpy(static_cast<T*>(job.v_pages) + to, keys + kv_width, kv_width * sizeof(T));
         }
-    });
+    }
 }
 
 template <class T>
-void gate(const QuailGate& job) {
-    for_rows(job.rows, job.threads, [&](long row) {
+void gate(const QuailGate& job, long first, long last) {
+    for (long row = first; row < last; ++row) {
         const T* gate = static_cast<const T*>(job.gate_up) + 2 * row * job.width;
         const T* up = gate + job.width;
         T* out = static_cast<T*>(job.out) + row * job.width;
         long i = 0;
         for (; i + LANES <= job.width; i += LANES) store(out + i, silu(load(gate + i)) * load(up + i));
         for (; i < job.width; ++i) put(out + i, silu(splat(widen(gate[i])))[0] * widen(up[i]));
-    });
+    }
 }
 
 }  // namespace
 
 extern "C" {
 
-void quail_gate_float32(const QuailGate* job) { gate<float>(*job); }
-void quail_gate_bfloat16(const QuailGate* job) { gate<bf16>(*job); }
-void quail_norm_float32(const QuailNorm* job) { norm<float>(*job); }
-void quail_norm_bfloat16(const QuailNorm* job) { norm<bf16>(*job); }
-void quail_rotate_float32(const QuailRotate* job) { rotate<float>(*job); }
-void quail_rotate_bfloat16(const QuailRotate* job) { rotate<bf16>(*job); }
+void quail_gate_float32(const QuailGate* job) { in_parts(*job, gate<float>); }
+void quail_gate_bfloat16(const QuailGate* job) { in_parts(*job, gate<bf16>); }
+void quail_norm_float32(const QuailNorm* job) { in_parts(*job, norm<float>); }
+void quail_norm_bfloat16(const QuailNorm* job) { in_parts(*job, norm<bf16>); }
+void quail_rotate_float32(const QuailRotate* job) { in_parts(*job, rotate<float>); }
+void quail_rotate_bfloat16(const QuailRotate* job) { in_parts(*job, rotate<bf16>); }
 
 }  // extern "C"
+
+void quail::norm_of_rows(const QuailNorm& job, long first, long last) { norm<bf16>(job, first, last); }
+void quail::rotate_rows(const QuailRotate& job, long first, long last) { rotate<bf16>(job, first, last); }

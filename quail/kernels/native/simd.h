@@ -77,10 +77,14 @@ inline Floats load(const bf16* from) {
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 inline void store(bf16* to, Floats x) {
+#if defined(__AVX512BF16__)
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);  // denormals become 0
+#else
     const Words bits = (Words)x;
     const Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
     const Words kept = x != x ? bits | 0x400000 : rounded;
     const Halves halves = __builtin_convertvector(kept >> 16, Halves);
+#endif
     std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -123,6 +127,19 @@ inline Floats exp2_of_negative(Floats x) {
     const Floats small = exp2_of_small(x - (shifted - rounder()));
     const Floats found = small * (Floats)(((Words)shifted << 23) + 0x3f800000);
     return x < -125.0f ? splat(0.0f) : found;
+}
+
+// log2 of x > 0 that is no denormal, error under 4e-7, by the polynomial of degree 7 of about least error; NaN stays NaN.
+inline Floats log2_of(Floats x) {
+    const Ints exponent = ((Ints)x - 0x3f3504f3) >> 23;  // x = 2^exponent * (1 + t), 1 + t in [sqrt(1/2), sqrt(2))
+    const Floats t = (Floats)((Ints)x - (exponent << 23)) - 1.0f;
+    Floats p = t * 0.16683395f - 0.27051278f;
+    p = p * t + 0.29753877f;
+    p = p * t - 0.35924162f;
+    p = p * t + 0.48047248f;
+    p = p * t - 0.7213676f;
+    p = p * t + 1.4426993f;
+    return p * t + __builtin_convertvector(exponent, Floats) + (x - x);
 }
 
 // x * sigmoid(x) = x / (1 + 2^(-x log2 e)), relative error about 1e-7 * |x|; below -87 it is 0.
