@@ -17,6 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.lines import Line, spread
+from benchmarks.profile import PRODUCTS as LAYER_PRODUCTS
+from benchmarks.profile import clocked
 from quail.config import EngineConfig
 from quail.execution.asks import RunControl
 from quail.execution.runner import Engine
@@ -63,41 +65,16 @@ def run_seconds(engine: Engine, feed: ChainFeed) -> float:
     return time.perf_counter() - started
 
 
-class TimedProducts:
-    """Kernels whose products run in native code, which torch does not profile: their time is taken here.
-
-    Activation and residual add are fused into such products and count with them.
-    """
-
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        wrapped = getattr(self._kernels, name)
-        return self._timed(wrapped) if name in ("product", "add_product", "gated_product") else wrapped
-
-    def _timed(self, product: Any) -> Any:
-        def run(*arguments: Any, **named: Any) -> None:
-            started = time.perf_counter()
-            product(*arguments, **named)
-            self.seconds += time.perf_counter() - started
-
-        return run
-
-
 def product_share(engine: Engine, texts: list[str]) -> float:
     """Share of matrix products in the time of the passes of a first question."""
     decoder: Any = engine.model.decoder  # type: ignore[attr-defined]
     if not isinstance(decoder.kernels, IntegerKernels):
         return profiled_share(engine, texts)
-    kernels = decoder.kernels
-    decoder.kernels = timed = TimedProducts(kernels)
-    try:
+    with clocked(
+        engine
+    ) as clocks:  # activation and residual add are fused into such products and count with them
         report = engine.run(CALLS[:1], ChainFeed(texts, 1), RunControl())
-    finally:
-        decoder.kernels = kernels
-    return float(timed.seconds / report["seconds"]["forward"])
+    return float(sum(clocks.seconds[name] for name in LAYER_PRODUCTS) / report["seconds"]["forward"])
 
 
 def profiled_share(engine: Engine, texts: list[str]) -> float:

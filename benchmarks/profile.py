@@ -110,8 +110,9 @@ class TimedKernels:
             started = time.perf_counter()
         self.ended = time.perf_counter()
         seconds: list[float] = getattr(self.inner, "fused_seconds", [])
-        for operator, share in zip(self._called, seconds, strict=False):
-            self._clocks.seconds[operator] += (self.ended - started) * share / sum(seconds)
+        if seconds:
+            for operator, share in zip(self._called, seconds, strict=True):
+                self._clocks.seconds[operator] += (self.ended - started) * share / sum(seconds)
 
     def _product(
         self, product: Callable[..., None], x: Any, matrix: Matrix, *rest: Any, **named: Any

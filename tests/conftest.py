@@ -34,16 +34,20 @@ _HAD_MODEL = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--alone", choices=["no", "only"], help="leave out tests marked `alone` or `gpu`, or all others"
+        "--alone",
+        choices=["no", "only"],
+        help="leave out tests marked `alone` or `gpu`, or all others; otherwise all run",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.alone:
-        alone = [item for item in items if ALONE & {mark.name for mark in item.iter_markers()}]
-        others = [item for item in items if item not in alone]
-        items[:], left_out = (alone, others) if config.option.alone == "only" else (others, alone)
-        config.hook.pytest_deselected(items=left_out)
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[bool(ALONE & {mark.name for mark in item.iter_markers()})].append(item)
+        wanted = config.option.alone == "only"
+        items[:] = parts[wanted]
+        config.hook.pytest_deselected(items=parts[not wanted])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch

@@ -139,12 +139,7 @@ def measure_cpu(dtype: torch.dtype, kernels: Kernels) -> Rates:
         left = torch.ones(rows, hidden, dtype=dtype)
         weight = kernels.matrix([torch.ones(wide, hidden, dtype=dtype)])
         out = torch.empty(rows, wide, dtype=dtype)
-
-        def multiply() -> None:
-            with kernels.fused():
-                kernels.product(left, weight, None, out)
-
-        matmul = _seconds(multiply)
+        matmul = _seconds(lambda: kernels.product(left, weight, None, out))
         length, heads, head_dim, num_far = 1024, 8, 64, 2048
         attention = _seconds(_attention(kernels, dtype, length, heads, head_dim, num_far))
         pairs = length * (length + 1) / 2 + length * num_far

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
@@ -32,6 +32,7 @@ BEST_LEVEL = "QUAIL_KERNELS_LEVEL"
 """Environment variable with the name of the best of `LEVELS` to compile for, where the processor has more."""
 
 _CPUINFO = Path("/proc/cpuinfo")
+_REFUSED = "did not compile them"
 _TRY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).quail_check())"
 
 
@@ -43,23 +44,33 @@ class Level:
         name: for people.
         flags: what /proc/cpuinfo must list.
         has_products: whether the library multiplies matrices there.
+        extras: flags that are used where the processor has them and the compiler knows them.
     """
 
     name: str
     flags: tuple[str, ...]
     has_products: bool = False
+    extras: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
         """Of the compiler."""
-        return tuple("-m" + flag.replace("_", "") for flag in self.flags)
+        return _options_of(self.flags)
+
+    @property
+    def extra_options(self) -> tuple[str, ...]:
+        """Of a compiler that knows them."""
+        return _options_of(self.extras)
+
+
+def _options_of(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("-m" + flag.replace("_", "") for flag in flags)
 
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 LEVELS = (
-    Level("AVX-512 BF16", (*_AVX512, "avx512_vnni", "avx512_bf16"), has_products=True),
-    Level("AVX-512 VNNI", (*_AVX512, "avx512_vnni"), has_products=True),
+    Level("AVX-512 VNNI", (*_AVX512, "avx512_vnni"), has_products=True, extras=("avx512_bf16",)),
     Level("AVX-512", _AVX512),
     Level("AVX2", _AVX2),
 )
@@ -89,7 +100,7 @@ def level_of(cpuinfo: Path = _CPUINFO) -> Level:
         raise Unavailable(f"{BEST_LEVEL} is {best!r}; there are {known}")
     for level in LEVELS[names.index(best) :]:
         if found.issuperset(level.flags):
-            return level
+            return replace(level, extras=tuple(flag for flag in level.extras if flag in found))
     raise Unavailable("the processor has no AVX2")
 
 
@@ -137,7 +148,8 @@ class Build:
         """
         level, cxx = level_of(), compiler()
         status = cxx.stat()
-        parts = [str(cxx), str(status.st_size), str(status.st_mtime_ns), *level.options, *_options()]
+        options = [*level.options, *level.extra_options, *_options()]
+        parts = [str(cxx), str(status.st_size), str(status.st_mtime_ns), *options]
         digest = hashlib.sha256("\0".join(parts).encode())
         for source in sorted(SOURCES.iterdir()):
             if source.suffix in (".h", ".cpp"):
@@ -171,14 +183,23 @@ class Build:
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".building.", suffix=".so")
         os.close(handle)
         building = Path(name)
-        sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
-        command = [str(self.compiler), *self.level.options, *_options(), *sources, "-o", name, "-ldl"]
         try:
-            self._run(command, "did not compile them", preloaded="LD_PRELOAD")
+            try:
+                self._run(self._command(self.level.extra_options, name), _REFUSED, preloaded="LD_PRELOAD")
+            except Unavailable:
+                if not self.level.extras or not self._failure.is_file():
+                    raise
+                self._failure.unlink()
+                self._run(self._command((), name), _REFUSED, preloaded="LD_PRELOAD")
             self._run([sys.executable, "-I", "-S", "-c", _TRY, name], "compiled them wrongly")
             building.replace(self.path)
         finally:
             building.unlink(missing_ok=True)
+
+    def _command(self, extra_options: tuple[str, ...], name: str) -> list[str]:
+        sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+        options = [*self.level.options, *extra_options, *_options()]
+        return [str(self.compiler), *options, *sources, "-o", name, "-ldl"]
 
     def _run(self, command: list[str], fault: str, preloaded: str = "") -> None:
         """Runs a step; if it fails the reason is kept, so that it is not tried at every start.

@@ -196,6 +196,7 @@ class NativeKernels(TorchKernels):
 
     def gate(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """Writes silu(gate) · up into `out`: the two, side by side, (t, 2 n), become (t, n)."""
+        self._assert_nothing_waits()
         library = self._library
         rows, width = out.shape
         assert gate_up.shape == (rows, 2 * width)
@@ -284,6 +285,7 @@ class NativeKernels(TorchKernels):
         *,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._assert_nothing_waits()
         library = self._library
         rows, num_heads, head_dim = q.shape
         flat = self._flat(segments)
@@ -327,6 +329,9 @@ class NativeKernels(TorchKernels):
         """Runs a kernel that treats every row alone; the tensors are those that the job points to."""
         self._library.call_for_dtype(kernel, job)
 
+    def _assert_nothing_waits(self) -> None:
+        """Of what writes the inputs of a kernel that runs at once."""
+
     def _flat(self, segments: Segments) -> _FlatSegments:
         found = self._segments.get(segments)
         if found is None:
@@ -352,14 +357,16 @@ class IntegerKernels(NativeKernels):
 
     @contextmanager
     def fused(self) -> Iterator[None]:
-        assert self._waiting is None, "within another"
         waiting: list[_Waiting] = []
         self._waiting = waiting
         try:
             yield
         finally:
             self._waiting = None
-        self._run_steps(waiting)
+        self.fused_seconds = self._run_steps(waiting)
+
+    def _assert_nothing_waits(self) -> None:
+        assert self._waiting is None, "what it reads waits"
 
     def _run(self, kernel: str, job: _Job, *tensors: torch.Tensor) -> None:
         step = _Waiting(kernel, job, tensors)
@@ -368,9 +375,14 @@ class IntegerKernels(NativeKernels):
         else:
             self._waiting.append(step)
 
-    def _run_steps(self, waiting: Sequence[_Waiting]) -> None:
+    def _run_steps(self, waiting: Sequence[_Waiting]) -> list[float]:
+        """Runs steps over the same rows together.
+
+        Returns:
+            seconds of each, all threads together.
+        """
         if not waiting:
-            return
+            return []
         rows = waiting[0].job.rows
         assert all(each.job.rows == rows for each in waiting)
         steps = (_Step * len(waiting))(
@@ -386,7 +398,7 @@ class IntegerKernels(NativeKernels):
                 threads=self._library.threads,
             ),
         )
-        self.fused_seconds = [step.seconds for step in steps]
+        return [step.seconds for step in steps]
 
     @property
     def layout(self) -> str:

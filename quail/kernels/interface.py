@@ -86,7 +86,8 @@ class Kernels(Protocol):
         """Products, norms and rotations called inside may wait until its end, then run together.
 
         Each treats every row alone, so that a block of rows may go through all of them before the next does.
-        They must be over the same rows.
+        They must be over the same rows. Until the end nothing is in their outputs, their inputs must stay as
+        they are, and no other kernel may be called.
         """
 
     def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -136,24 +136,24 @@ class Decoder:
         writes = PageWrites(kept[0], kept[1], kept[2])
 
         hidden.copy_(self.embedding.index_select(0, ids))
-        mixed = torch.empty(0)
+        mixed, before = hidden, None  # of the layer before
         for index, layer in enumerate(self.layers):
             k_pages, v_pages = arena.layer(index)
             with kernels.fused():
-                if index:
-                    self._behind_attention(self.layers[index - 1], mixed, hidden, normed, inner)
+                if before is not None:
+                    self._behind_attention(before, mixed, hidden, normed, inner)
                 kernels.norm(hidden, layer.input_norm, eps, out=normed)
                 kernels.product(normed, layer.qkv, layer.qkv_bias, out=flat_heads)
                 kernels.rotate(heads, cos, sin, layer.head_norms, eps, k_pages, v_pages, writes)
             mixed, _ = kernels.attend(
                 q, k, v, k_pages, v_pages, chunk.segments, chunk.block_table, scale=config.head_dim**-0.5
             )
-            mixed = mixed.flatten(1)
+            mixed, before = mixed.flatten(1), layer
         # Behind the last attention only the rows to read are of use.
         mixed, hidden = mixed.index_select(0, read_rows), hidden.index_select(0, read_rows)
+        normed, inner = normed[: len(read_rows)], inner[: len(read_rows)]
         if len(read_rows):
             with kernels.fused():
-                normed, inner = normed[: len(read_rows)], inner[: len(read_rows)]
                 self._behind_attention(self.layers[-1], mixed, hidden, normed, inner)
         return F.rms_norm(hidden, (config.hidden_size,), self.final_norm, eps)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import quail
 from benchmarks import profile
+from benchmarks.filters import product_share
 from quail.config import EngineConfig
 from quail.execution.runner import Engine
 from tests.models.tiny import make_tiny
@@ -70,3 +74,36 @@ def test_the_clocks_are_taken_off_whatever_happens(settings: None) -> None:
         with pytest.raises(RuntimeError, match="stop"), profile.clocked(engine):
             raise RuntimeError("stop")
     assert engine.model is model and model.decoder.kernels is kernels  # type: ignore[attr-defined]
+
+
+class WaitingKernels:
+    """Kernels that do everything at the end of `fused`, a norm in a third of the time of a rotation."""
+
+    fused_seconds = (1.0, 3.0)
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        yield
+        time.sleep(0.04)
+
+    def norm(self) -> None: ...
+
+    def rotate(self) -> None: ...
+
+
+def test_the_time_of_fused_steps_is_shared_out() -> None:
+    clocks = profile.Clocks()
+    kernels = profile.TimedKernels(WaitingKernels(), {}, clocks)  # type: ignore[arg-type]
+    for _ in range(2):
+        with kernels.fused():
+            kernels.norm()
+            kernels.rotate()
+    assert clocks.seconds["norm"] == pytest.approx(0.02, abs=0.01)
+    assert clocks.seconds["rotate"] == pytest.approx(0.06, abs=0.02)
+    assert clocks.calls["norm"] == clocks.calls["rotate"] == 2
+
+
+def test_the_share_of_products_counts_those_that_wait(settings: None) -> None:
+    engine = Engine.boot(EngineConfig(answers="off"))
+    share = product_share(engine, ["A fine film. " * 20] * 3)
+    assert 0.05 < share < 1

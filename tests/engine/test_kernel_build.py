@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,6 @@ def test_another_folder_may_keep_the_libraries(tmp_path, monkeypatch):
         (AVX2, "AVX2"),
         (AVX512, "AVX-512"),
         (f"{AVX512} avx512_vnni amx_tile", "AVX-512 VNNI"),
-        (f"{AVX512} avx512_vnni avx512_bf16", "AVX-512 BF16"),
         (f"{AVX2} avx512f", "AVX2"),
     ],
 )
@@ -86,7 +86,7 @@ def test_an_unknown_level_is_told(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(AVX2)
     with pytest.raises(
         Unavailable,
-        match="QUAIL_KERNELS_LEVEL is 'sse9'; there are AVX-512 BF16, AVX-512 VNNI, AVX-512, AVX2",
+        match="QUAIL_KERNELS_LEVEL is 'sse9'; there are AVX-512 VNNI, AVX-512, AVX2",
     ):
         level_of(tmp_path / "cpuinfo")
 
@@ -141,6 +141,26 @@ def test_a_compiler_that_fails_is_asked_once(tmp_path, script):
     with pytest.raises(ConfigError, match="no such thing"):
         KernelChoice.of("native", "cpu", tmp_path)
     assert not list((tmp_path / "kernels").glob("*.so")), "a failed build leaves no library"
+
+
+def test_a_compiler_that_does_not_know_an_extra_option_goes_without(tmp_path, script, monkeypatch):
+    """An old one refuses `-mavx512bf16`; what it compiles then is kept as ever."""
+    script(
+        f'echo called >> {tmp_path}/calls; case "$*" in *-mfeature*) echo "error: -mfeature" >&2; exit 1;; esac; '
+        'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"'
+    )
+    monkeypatch.setattr(build, "level_of", lambda: replace(build.LEVELS[-1], extras=("feature",)))
+    choice = KernelChoice.of("auto", "cpu", tmp_path).compiled("auto")
+    assert "compiled them wrongly" in choice.reason, "that it compiled at all"
+    assert (tmp_path / "calls").read_text() == "called\ncalled\n"
+
+
+def test_extras_are_those_of_the_processor(tmp_path, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    (tmp_path / "cpuinfo").write_text(f"{AVX512} avx512_vnni avx512_bf16\n")
+    assert level_of(tmp_path / "cpuinfo").extra_options == ("-mavx512bf16",)
+    (tmp_path / "cpuinfo").write_text(f"{AVX512} avx512_vnni\n")
+    assert level_of(tmp_path / "cpuinfo").extra_options == ()
 
 
 def test_a_library_that_does_not_work_is_not_kept(tmp_path, script):

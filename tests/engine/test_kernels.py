@@ -342,7 +342,7 @@ def test_threads_do_not_change_products_and_attention(integer, rows):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rows", [0, 1, 55, 200, 700])
-@pytest.mark.parametrize("width", [64, 200, 5000])
+@pytest.mark.parametrize("width", [64, 2000, 5000], ids=["one round", "rounds", "alone"])
 def test_fused_steps_have_the_bits_of_steps_alone(integer, rows, width, threads):
     kernels = native_kernels(torch.bfloat16, threads=threads)
     assert isinstance(kernels, IntegerKernels)
@@ -350,7 +350,7 @@ def test_fused_steps_have_the_bits_of_steps_alone(integer, rows, width, threads)
     gated = kernels.gated_matrix(draw(1, width, 96).bfloat16(), draw(2, width, 96).bfloat16())
     down = kernels.matrix([draw(3, 96, width).bfloat16() * width**-0.5])
     qkv = kernels.matrix([draw(4, heads * head_dim, 96).bfloat16()])
-    angles = draw(5, rows, head_dim // 2)
+    angles, norms = draw(5, rows, head_dim // 2), HeadNorms(draw(9, head_dim), draw(10, head_dim))
     slots = torch.arange(rows).flip(0)
     slots[: rows // 3] = -1
     kept = (slots >= 0).nonzero().flatten()
@@ -367,7 +367,7 @@ def test_fused_steps_have_the_bits_of_steps_alone(integer, rows, width, threads)
             kernels.norm(hidden, draw(8, 96), 1e-5, out=normed)
             kernels.product(normed, qkv, bias, out=mixed.flatten(1))
             writes = PageWrites(kept, slots[kept], slots)
-            kernels.rotate(mixed, angles.cos(), angles.sin(), None, 1e-5, *pages, writes)
+            kernels.rotate(mixed, angles.cos(), angles.sin(), norms, 1e-5, *pages, writes)
             assert not fused or not rows or torch.equal(hidden, draw(0, rows, 96)), "they wait"
         if fused:
             assert len(kernels.fused_seconds) == 6
@@ -376,6 +376,14 @@ def test_fused_steps_have_the_bits_of_steps_alone(integer, rows, width, threads)
 
     for together, alone in zip(run(fused=True), run(fused=False), strict=True):
         assert torch.equal(together, alone)
+
+
+def test_nothing_that_cannot_wait_is_called_within_fused_steps(integer):
+    q = torch.zeros(1, 1, 32).bfloat16()
+    with integer.fused(), pytest.raises(AssertionError, match="waits"):
+        integer.attend(
+            q, q, q, q.unsqueeze(0), q.unsqueeze(0), Segments(*np.zeros((4, 0), np.int64)), None, scale=1
+        )
 
 
 def test_what_fails_within_fused_steps_runs_none_of_them(integer):

@@ -27,16 +27,32 @@ def test_kernels_of_lesser_processors(level: Level) -> None:
         here = level_of()
     except Unavailable as missing:
         pytest.skip(str(missing))
-    if LEVELS.index(here) >= LEVELS.index(level):
+    names = [each.name for each in LEVELS]
+    if names.index(here.name) >= names.index(level.name):
         pytest.skip(f"the tests run with {here.name} here")
     environment = os.environ | {"QUAIL_KERNELS": "native", "QUAIL_KERNELS_LEVEL": level.name}
     told = subprocess.run(
         [sys.executable, "-m", "quail", "doctor", "--no-rates"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    words = re.sub(r"\s+", " ", told.stdout)
-    assert f"native {level.name}" in words
-    assert ("(products by torch" in words) != level.has_products
+    assert f"native {level.name} (products by torch" in re.sub(r"\s+", " ", told.stdout)
+    assert_tests_pass(environment)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kernels_without_what_a_level_may_have_besides() -> None:
+    try:
+        extra_options = level_of().extra_options
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    if not extra_options:
+        pytest.skip("the tests run without it here")
+    without = " ".join(option.replace("-m", "-mno-", 1) for option in extra_options)
+    assert_tests_pass(os.environ | {"QUAIL_KERNELS": "native", "QUAIL_KERNELS_CXXFLAGS": without})
+
+
+def assert_tests_pass(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -42,7 +42,7 @@ bool product_is_right(int64_t rows, int64_t inner, int64_t columns) {
 extern "C" int quail_check() {
     if (!quail_has_products()) return 0;
     for (long rows : {1, 13, 40}) {
-        for (long inner : {2, 34, 96}) {
+        for (long inner : {2, 34, 96, 400}) {
             for (long columns : {1, 33, 64}) {
                 if (!product_is_right(rows, inner, columns)) return 1;
             }

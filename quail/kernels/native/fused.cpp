@@ -35,8 +35,8 @@ struct QuailFused {
 
 namespace {
 
-constexpr long LEAST_ROWS = 4 * TILE_ROWS;  // of a block; fewer read the weights too often
-constexpr long ROWS_OF_A_PIECE = 40;        // of a block that is cut, at least
+constexpr long BLOCK_BYTES = 384 << 10;  // the widest packed rows of a block: with what else a row has they stay near
+constexpr long ROWS_OF_A_PIECE = 40;     // of a block that is cut, at least
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -54,13 +54,14 @@ void run_alone(const QuailStep& step) {
     if (step.kind == ROTATE) quail_rotate_bfloat16(static_cast<const QuailRotate*>(step.job));
 }
 
-// Where the blocks of rows end: equally many for each thread, those of the last round in pieces, so that no thread
-// waits long for another. None where they would be too few rows each.
+// Where the blocks of rows end: a multiple of the threads, those of the last round in pieces, so that no thread waits
+// long for another. None where the rows are too few or too wide for blocks.
 std::vector<long> ends_of_blocks(const QuailFused& fused) {
-    const long round = fitting_rows(fused.widest) * fused.threads;
-    const long blocks = (fused.rows + round - 1) / round * fused.threads;
+    const long fitting = BLOCK_BYTES / (2 * fused.widest), round = fitting * fused.threads;
     std::vector<long> ends;
-    if (fused.rows < blocks * LEAST_ROWS) return ends;
+    if (fitting < LEAST_ROWS) return ends;
+    const long rounds = std::min((fused.rows + round - 1) / round, fused.rows / (LEAST_ROWS * fused.threads));
+    const long blocks = rounds * fused.threads;
     for (long block = 0; block < blocks; ++block) {
         const long begin = fused.rows * block / blocks, rows = fused.rows * (block + 1) / blocks - begin;
         const bool is_last = fused.threads > 1 && block >= blocks - fused.threads;

@@ -29,6 +29,7 @@ int64_t quail_inner_multiple() { return 2 * GROUP; }
 int32_t quail_has_products() { return 0; }
 void quail_pack(const QuailPack*) {}
 void quail_product(const QuailProduct*) {}
+
 #else
 
 int32_t quail_has_products() { return 1; }
@@ -40,7 +41,6 @@ int32_t quail_has_products() { return 1; }
 #if !defined(__AVX512VNNI__)
 
 void quail::product_of_rows(const QuailProduct&, long, long) {}
-long quail::fitting_rows(long) { return 1; }
 
 #else
 
@@ -48,12 +48,11 @@ namespace {
 
 constexpr int RUN = 192;  // neighbours of a row that share a scale
 constexpr int RUN_STEPS = RUN / 2;
-constexpr int LINE = 16;  // words of a line of the caches
+constexpr int LINE_WORDS = 16;  // of a line of the caches
 constexpr float MOST_OF_X = 8191, MOST_OF_WEIGHTS = 8191;
 constexpr float MOST_OF_A_RUN = INT32_MAX / 8191 - RUN;  // magnitudes of weights added up; RUN is for their rounding
 constexpr float LEAST = 1e-30f;                          // less counts as zero
-constexpr long BLOCK_BYTES = 384 << 10;  // packed rows of a block: they stay in the second-level cache
-constexpr long LEAST_ROWS = 4 * TILE_ROWS;  // of a block, where rows are divided among threads
+constexpr long BLOCK_BYTES = 768 << 10;  // packed rows of a block: they stay in the second-level cache
 
 enum Ending { STORE = 0, ADD = 1, GATE = 2 };
 
@@ -129,9 +128,9 @@ Scale scale_of_column(const bf16* weights, long inner) {
     return scale_of(most, std::min(MOST_OF_WEIGHTS, std::floor(limit)));
 }
 
-// Adds the products of a pair of a row's integers, at `pair`, with those of a panel's columns. Odd rows read the pair
-// as part of each multiplication, which saves an instruction; even rows read it once for both, as the processor reads
-// no more than two operands while it multiplies two.
+// Adds the products of a pair of a row's integers, at `pair`, with those of a panel's columns. Two rows of three read
+// the pair as part of each multiplication, which saves an instruction; the third reads it once for both, as the
+// processor reads no more than two operands while it multiplies two.
 template <int ROW>
 inline void add_pair(Ints& left_total, Ints& right_total, __m512i left, __m512i right, const uint32_t* pair) {
     if constexpr (ROW % 3) {
@@ -159,7 +158,7 @@ inline void add_run(
     float* c) {
     constexpr int ROWS = sizeof...(R);
     Ints left_total[ROWS] = {}, right_total[ROWS] = {};
-    for (long k = 0; k < steps; k += GROUP, a += ROWS * GROUP, b += GROUP * PANEL, next += LINE) {
+    for (long k = 0; k < steps; k += GROUP, a += ROWS * GROUP, b += GROUP * PANEL, next += LINE_WORDS) {
         __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4
         for (int i = 0; i < GROUP; ++i) {
@@ -188,7 +187,7 @@ void tile_of_integers(
     for (long done = RUN_STEPS; done < steps; done += RUN_STEPS) {
         const long more = std::min<long>(steps - done, RUN_STEPS);
         a_scales += ROWS;
-        add_run<false>(rows, a + done * ROWS, a_scales, b + done * PANEL, more, next + done / GROUP * LINE, c);
+        add_run<false>(rows, a + done * ROWS, a_scales, b + done * PANEL, more, next + done / GROUP * LINE_WORDS, c);
     }
 }
 
@@ -198,7 +197,7 @@ IntegerTile integer_tile(int rows, std::integer_sequence<int, HEIGHT_LESS_1...>)
     return tiles[rows - 1];
 }
 
-// Rows of x in fixed point: tile by tile, run by run, row by row.
+// Rows of x in fixed point: tile by tile, run by run, and of those a group of each row after the other.
 class PackedRows {
     std::vector<uint32_t> words;
     std::vector<float> scales;
@@ -226,7 +225,7 @@ class PackedRows {
                 const long count = std::min<long>(RUN, inner - first);
                 const bf16* from = x + begin(tile) * stride + first;
                 for (int r = 0; r < height; ++r, from += stride, to += GROUP) {
-                    for (long i = 0; i < count; i += 2 * LINE) {
+                    for (long i = 0; i < count; i += 2 * LINE_WORDS) {
                         __builtin_prefetch(from + height * stride + i);  // of the next tile
                     }
                     const Scale scale = scale_of(magnitude(from, count), MOST_OF_X);
@@ -289,7 +288,7 @@ void multiply(const QuailProduct& job, long first, long last, long first_panel, 
     static thread_local PackedRows packed;
     packed.pack(static_cast<const bf16*>(job.x) + first * job.x_stride, job.x_stride, last - first, job.inner);
     const long panel_words = packed.steps * PANEL;
-    constexpr int PARTS = GROUP * PANEL / LINE;  // of the next panel: a tile asks for one
+    constexpr int PARTS = GROUP * PANEL / LINE_WORDS;  // of the next panel: a tile asks for one
     alignas(64) float found[TILE_ROWS * PANEL];
     for (long panel = first_panel; panel < last_panel; ++panel) {
         const uint32_t* weights = static_cast<const uint32_t*>(job.packed) + panel * panel_words;
@@ -311,7 +310,7 @@ struct Cut {
     long row_blocks, column_blocks = 1;
 
     Cut(const QuailProduct& job, long panels) {
-        const long fitting = fitting_rows(job.inner);
+        const long fitting = std::max<long>(TILE_ROWS, BLOCK_BYTES / (2 * job.inner));
         const long wanted = 2 * job.threads;
         row_blocks = (job.rows + fitting - 1) / fitting;
         if (job.threads == 1) return;
@@ -381,7 +380,5 @@ void quail_product(const QuailProduct* job) {
 void quail::product_of_rows(const QuailProduct& job, long first, long last) {
     multiply(job, first, last, 0, panels_of(job));
 }
-
-long quail::fitting_rows(long inner) { return std::max<long>(TILE_ROWS, BLOCK_BYTES / (2 * inner)); }
 
 #endif

@@ -29,7 +29,8 @@ struct QuailPack {
     int64_t inner;
     int32_t gated;
     int32_t threads;
-    void* packed;   // whole panels of quail_panel_columns() columns of int16, `inner` rounded up to quail_inner_multiple() each
+    // Whole panels of quail_panel_columns() columns of int16, `inner` rounded up to quail_inner_multiple() each.
+    void* packed;
     float* scales;  // one a column of those panels
 };
 
@@ -44,12 +45,10 @@ void quail_product(const QuailProduct*);
 
 namespace quail {
 
-constexpr int GROUP = 4;  // pairs of a row's elements that lie together where rows are packed
+constexpr long LEAST_ROWS = 56;  // of a block; fewer read the weights too often
+constexpr int GROUP = 4;         // pairs of a row's elements that lie together where rows are packed
 
 // The part of a product that rows [first, last) have, on the calling thread.
 void product_of_rows(const QuailProduct&, long first, long last);
-
-// Rows of so many elements that stay in the second-level cache while they are multiplied.
-long fitting_rows(long inner);
 
 }  // namespace quail

@@ -129,7 +129,8 @@ inline Floats exp2_of_negative(Floats x) {
     return x < -125.0f ? splat(0.0f) : found;
 }
 
-// log2 of x > 0 that is no denormal, error under 4e-7, by the polynomial of degree 7 of about least error; NaN stays NaN.
+// log2 of x > 0 that is no denormal, error under 4e-7, by the polynomial of degree 7 of about least error. NaN stays
+// NaN.
 inline Floats log2_of(Floats x) {
     const Ints exponent = ((Ints)x - 0x3f3504f3) >> 23;  // x = 2^exponent * (1 + t), 1 + t in [sqrt(1/2), sqrt(2))
     const Floats t = (Floats)((Ints)x - (exponent << 23)) - 1.0f;
