@@ -70,9 +70,8 @@ def product_share(engine: Engine, texts: list[str]) -> float:
     decoder: Any = engine.model.decoder  # type: ignore[attr-defined]
     if not isinstance(decoder.kernels, IntegerKernels):
         return profiled_share(engine, texts)
-    with clocked(
-        engine
-    ) as clocks:  # activation and residual add are fused into such products and count with them
+    # Activation and residual add are fused into such products and count with them.
+    with clocked(engine) as clocks:
         report = engine.run(CALLS[:1], ChainFeed(texts, 1), RunControl())
     return float(sum(clocks.seconds[name] for name in LAYER_PRODUCTS) / report["seconds"]["forward"])
 

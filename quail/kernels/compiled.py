@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,102 +18,24 @@ import numpy as np
 import torch
 
 from quail.execution.chunk import BlockTable, Int64s, Segments
+from quail.kernels.c_interface import (
+    ADD,
+    GATE,
+    STEPS,
+    STORE,
+    Attend,
+    Fused,
+    Gate,
+    Job,
+    Norm,
+    Pack,
+    Product,
+    Rotate,
+    Step,
+)
 from quail.kernels.interface import HeadNorms, Matrix, PageWrites
 from quail.kernels.reference import TorchKernels
 
-
-class _Product(ctypes.Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("rows", c_int64),
-        ("inner", c_int64),
-        ("packed", c_void_p),
-        ("scales", c_void_p),
-        ("columns", c_int64),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("out_stride", c_int64),
-        ("ending", c_int32),
-        ("threads", c_int32),
-    )
-
-
-class _Pack(ctypes.Structure):
-    _fields_ = (
-        ("parts", c_void_p),
-        ("part_rows", c_void_p),
-        ("num_parts", c_int64),
-        ("inner", c_int64),
-        ("gated", c_int32),
-        ("threads", c_int32),
-        ("packed", c_void_p),
-        ("scales", c_void_p),
-    )
-
-
-class _Gate(ctypes.Structure):
-    _fields_ = (
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
-        ("rows", c_int64),
-        ("width", c_int64),
-        ("threads", c_int32),
-    )
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("weight", c_void_p),
-        ("out", c_void_p),
-        ("rows", c_int64),
-        ("width", c_int64),
-        ("eps", c_float),
-        ("threads", c_int32),
-    )
-
-
-class _Rotate(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("heads", "cos", "sin", "q_norm", "k_norm", "k_pages", "v_pages")),
-        ("slots", c_void_p),
-        *((name, c_int64) for name in ("rows", "q_heads", "kv_heads", "head_dim")),
-        ("eps", c_float),
-        ("threads", c_int32),
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (("kind", c_int64), ("job", c_void_p), ("seconds", c_double))
-
-
-class _Fused(ctypes.Structure):
-    _fields_ = (
-        ("steps", c_void_p),
-        ("num_steps", c_int64),
-        ("rows", c_int64),
-        ("widest", c_int64),
-        ("threads", c_int32),
-    )
-
-
-class _Attend(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out", "lse")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "page_tokens", "segments")),
-        *((name, c_void_p) for name in ("q_start", "q_stop", "paged_tokens", "table_row", "table")),
-        ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("context", "context_end", "history")),
-        ("scale", c_float),
-        ("threads", c_int32),
-    )
-
-
-_STORE, _ADD, _GATE = 0, 1, 2
-_STEPS = {"norm": 0, "product": 1, "rotate": 2}
-_Job = _Norm | _Product | _Rotate
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -121,7 +43,7 @@ class _Waiting(NamedTuple):
     """A kernel to be run. The tensors are those that its job points to."""
 
     kernel: str
-    job: _Job
+    job: Job
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -202,7 +124,7 @@ class NativeKernels(TorchKernels):
         assert gate_up.shape == (rows, 2 * width)
         library.call_for_dtype(
             "gate",
-            _Gate(
+            Gate(
                 gate_up=library.pointer(gate_up),
                 out=library.pointer(out),
                 rows=rows,
@@ -217,7 +139,7 @@ class NativeKernels(TorchKernels):
         assert out.shape == x.shape
         self._run(
             "norm",
-            _Norm(
+            Norm(
                 x=_floats(x),
                 weight=_floats(weight),
                 out=library.pointer(out),
@@ -248,7 +170,7 @@ class NativeKernels(TorchKernels):
         assert writes.slot_of_row.is_contiguous() and len(writes.slot_of_row) == rows
         self._run(
             "rotate",
-            _Rotate(
+            Rotate(
                 heads=library.pointer(heads),
                 cos=_floats(cos),
                 sin=_floats(sin),
@@ -294,7 +216,7 @@ class NativeKernels(TorchKernels):
         lse = torch.empty(rows, num_heads)
         library.call_for_dtype(
             "attend",
-            _Attend(
+            Attend(
                 q=library.row_pointer(q),
                 k=library.row_pointer(k),
                 v=library.row_pointer(v),
@@ -325,7 +247,7 @@ class NativeKernels(TorchKernels):
         )
         return out, lse
 
-    def _run(self, kernel: str, job: _Job, *tensors: torch.Tensor) -> None:
+    def _run(self, kernel: str, job: Job, *tensors: torch.Tensor) -> None:
         """Runs a kernel that treats every row alone; the tensors are those that the job points to."""
         self._library.call_for_dtype(kernel, job)
 
@@ -368,7 +290,7 @@ class IntegerKernels(NativeKernels):
     def _assert_nothing_waits(self) -> None:
         assert self._waiting is None, "what it reads waits"
 
-    def _run(self, kernel: str, job: _Job, *tensors: torch.Tensor) -> None:
+    def _run(self, kernel: str, job: Job, *tensors: torch.Tensor) -> None:
         step = _Waiting(kernel, job, tensors)
         if self._waiting is None:
             self._run_steps([step])
@@ -385,16 +307,16 @@ class IntegerKernels(NativeKernels):
             return []
         rows = waiting[0].job.rows
         assert all(each.job.rows == rows for each in waiting)
-        steps = (_Step * len(waiting))(
-            *(_Step(_STEPS[each.kernel], ctypes.addressof(each.job), 0) for each in waiting)
+        steps = (Step * len(waiting))(
+            *(Step(STEPS[each.kernel], ctypes.addressof(each.job), 0) for each in waiting)
         )
         self._library.call(
             "fused",
-            _Fused(
+            Fused(
                 steps=ctypes.addressof(steps),
                 num_steps=len(waiting),
                 rows=rows,
-                widest=max((each.job.inner for each in waiting if isinstance(each.job, _Product)), default=1),
+                widest=max((each.job.inner for each in waiting if isinstance(each.job, Product)), default=1),
                 threads=self._library.threads,
             ),
         )
@@ -423,7 +345,7 @@ class IntegerKernels(NativeKernels):
         rows = (c_int64 * len(parts))(*(len(part) for part in parts))
         library.call(
             "pack",
-            _Pack(
+            Pack(
                 parts=ctypes.addressof(pointers),
                 part_rows=ctypes.addressof(rows),
                 num_parts=len(parts),
@@ -437,15 +359,15 @@ class IntegerKernels(NativeKernels):
         return Matrix(data, columns, scales)
 
     def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self._product(x, matrix, bias, self._library.row_pointer(out), out, _STORE)
+        self._product(x, matrix, bias, self._library.row_pointer(out), out, STORE)
 
     def add_product(
         self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, total: torch.Tensor
     ) -> None:
-        self._product(x, matrix, bias, _floats(total), total, _ADD)
+        self._product(x, matrix, bias, _floats(total), total, ADD)
 
     def gated_product(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
-        self._product(x, matrix, None, self._library.row_pointer(out), out, _GATE)
+        self._product(x, matrix, None, self._library.row_pointer(out), out, GATE)
 
     def _product(
         self,
@@ -458,12 +380,12 @@ class IntegerKernels(NativeKernels):
     ) -> None:
         rows, inner = x.shape
         assert matrix.scales is not None
-        needed = matrix.columns * (2 if ending == _GATE else 1)
+        needed = matrix.columns * (2 if ending == GATE else 1)
         assert out.shape == (rows, matrix.columns) and len(matrix.scales) >= needed
         assert matrix.data.shape == (len(matrix.scales), self._library.padded(inner))
         self._run(
             "product",
-            _Product(
+            Product(
                 x=self._library.row_pointer(x),
                 x_stride=x.stride(0),
                 rows=rows,

@@ -136,7 +136,8 @@ class Decoder:
         writes = PageWrites(kept[0], kept[1], kept[2])
 
         hidden.copy_(self.embedding.index_select(0, ids))
-        mixed, before = hidden, None  # of the layer before
+        before: Layer | None = None
+        mixed = torch.empty(0)  # what the attention of the layer before found
         for index, layer in enumerate(self.layers):
             k_pages, v_pages = arena.layer(index)
             with kernels.fused():
