@@ -119,8 +119,11 @@ struct Scratch {
     Room queries, out, largest, total, keys, values, weights, turned;
 };
 
-template <class T>
+// With PAIRS the elements of queries and keys stay as they are, two side by side.
+template <class T, bool PAIRS>
 class Attention {
+    static constexpr int ELEMENTS = PAIRS ? 2 : 1;  // of a query or key in a word
+
     const QuailAttend& job;
     const long group, dim, slices;
     const float factor;  // a weight is 2 to the power of a score times this
@@ -163,6 +166,18 @@ class Attention {
         return found;
     }
 
+    // Brings rows of keys side by side, in slices of (count, SLICE / ELEMENTS).
+    void gather_keys(const T* const* rows, int count, float* to) const {
+        if constexpr (PAIRS) {
+            for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE / ELEMENTS) {
+                const size_t size = std::min<long>(SLICE, dim - slice) * sizeof(T);
+                for (int key = 0; key < count; ++key) std::memcpy(to + key * SLICE / ELEMENTS, rows[key] + slice, size);
+            }
+        } else {
+            gather(rows, count, to);
+        }
+    }
+
     // Brings rows of keys or values side by side, widened, in slices of (count, SLICE).
     void gather(const T* const* rows, int count, float* to) const {
         for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE) {
@@ -184,11 +199,12 @@ class Attention {
         const float *keys = s.keys.of(0), *values = s.values.of(0);
         float* weights = s.weights.of(0);
         for (long slice = 0; slice < dim; slice += SLICE) {
-            const float *queries = stack.queries + slice * stack.stride + begin, *key = keys + slice * KEYS;
-            const long dims = std::min<long>(SLICE, dim - slice);
+            const float* queries = stack.queries + slice / ELEMENTS * stack.stride + begin;
+            const float* key = keys + slice / ELEMENTS * KEYS;
+            const long steps = std::min<long>(SLICE, dim - slice) / ELEMENTS;
             for_tiles(most, wide, [&](int row, int high) {
-                score_tile(high, wide)(
-                    key + row * SLICE, queries, stack.stride, dims, weights + row * WINDOW, slice > 0);
+                score_tile<PAIRS>(high, wide)(
+                    key + row * SLICE / ELEMENTS, queries, stack.stride, steps, weights + row * WINDOW, slice > 0);
             });
         }
         alignas(64) float fade[WINDOW];
@@ -275,6 +291,13 @@ class Attention {
         s.turned.of(LANES * (dim + LANES));
     }
 
+    const float* widened(const T* from, float* to) const {
+        long d = 0;
+        for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
+        for (; d < dim; ++d) to[d] = widen(from[d]);
+        return to;
+    }
+
     // Queries as columns.
     void turn_queries(const Stack& stack, Scratch& s) const {
         float* turned = s.turned.of(0);
@@ -287,13 +310,9 @@ class Attention {
                 for (long d = 0; d < dim && later < stack.lanes; d += LINE / sizeof(T)) {
                     __builtin_prefetch(static_cast<const T*>(job.q) + stack.lane[later].query + d);
                 }
-                float* to = turned + r * dim;
-                long d = 0;
-                for (; d + LANES <= dim; d += LANES) store(to + d, load(query + d));
-                for (; d < dim; ++d) to[d] = widen(query[d]);
-                rows[r] = to;
+                rows[r] = PAIRS ? reinterpret_cast<const float*>(query) : widened(query, turned + r * dim);
             }
-            transpose(rows, count, dim, stack.queries + first, stack.stride);
+            transpose(rows, count, dim / ELEMENTS, stack.queries + first, stack.stride);
         }
     }
 
@@ -304,7 +323,7 @@ class Attention {
         for (long begin = 0; begin < tokens; begin += KEYS) {
             const int count = std::min<long>(KEYS, tokens - begin);
             find_history(block.segment, stack.head, begin, begin + count, keys, values);
-            gather(keys, count, s.keys.of(0));
+            gather_keys(keys, count, s.keys.of(0));
             gather(values, count, s.values.of(0));
             for (int lane = 0; lane < stack.lanes; lane += WINDOW) {
                 meet(stack, lane, std::min(stack.lanes, lane + WINDOW), count, count, 0, s);
@@ -323,7 +342,7 @@ class Attention {
                     keys[i] = row_of(job.k, job.k_stride, start + first + i, stack.head);
                     values[i] = row_of(job.v, job.v_stride, start + first + i, stack.head);
                 }
-                gather(keys, count, s.keys.of(0));
+                gather_keys(keys, count, s.keys.of(0));
                 gather(values, count, s.values.of(0));
                 for (int lane = span.begin; lane < span.end; lane += WINDOW) {
                     const int end = std::min(span.end, lane + WINDOW);
@@ -391,7 +410,14 @@ class Attention {
 
 extern "C" {
 
-void quail_attend_float32(const QuailAttend* job) { Attention<float>(*job).run(); }
-void quail_attend_bfloat16(const QuailAttend* job) { Attention<bf16>(*job).run(); }
+void quail_attend_float32(const QuailAttend* job) { Attention<float, false>(*job).run(); }
+
+void quail_attend_bfloat16(const QuailAttend* job) {
+    if (has_fast_pairs() && job->head_dim % 2 == 0) {
+        Attention<bf16, true>(*job).run();
+    } else {
+        Attention<bf16, false>(*job).run();
+    }
+}
 
 }  // extern "C"

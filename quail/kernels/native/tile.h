@@ -5,11 +5,20 @@
 
 namespace quail {
 
+// total + a * b; with PAIRS elements are pairs of bfloat16, whose two products are added.
+template <bool PAIRS>
+inline Floats add_product(Floats total, Floats a, Floats b) {
+#if defined(__AVX512BF16__)
+    if constexpr (PAIRS) return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#endif
+    return total + a * b;
+}
+
 // total[r] += sum over k of a[r * ROW_STRIDE + k * STEP_STRIDE] * b[k * b_stride, 0:WIDE vectors].
 //
 // Each element of the result is one chain of additions in the order of the inner dimension, whatever the shape of
 // the tile: a lane's result does not depend on the lanes around it.
-template <int ROW_STRIDE, int STEP_STRIDE, int HIGH, int WIDE>
+template <int ROW_STRIDE, int STEP_STRIDE, bool PAIRS = false, int HIGH, int WIDE>
 inline __attribute__((always_inline)) void add_products(
     Floats (&total)[HIGH][WIDE], const float* a, const float* b, long b_stride, long steps) {
     for (long k = 0; k < steps; ++k, a += STEP_STRIDE, b += b_stride) {
@@ -20,7 +29,7 @@ inline __attribute__((always_inline)) void add_products(
         for (int r = 0; r < HIGH; ++r) {
             const Floats each = splat(a[r * ROW_STRIDE]);
 #pragma GCC unroll 3
-            for (int w = 0; w < WIDE; ++w) total[r][w] += each * columns[w];
+            for (int w = 0; w < WIDE; ++w) total[r][w] = add_product<PAIRS>(total[r][w], each, columns[w]);
         }
     }
 }
