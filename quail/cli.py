@@ -52,7 +52,7 @@ Tables = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(help="Alias, Hugging Face id, folder or GGUF file.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
-Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16, float32 or int8.")]
 KvMemory = Annotated[str | None, typer.Option(help="Memory for key/value pages, such as 2GiB.")]
 TokenBudget = Annotated[int | None, typer.Option(help="Most tokens one pass computes.")]
 Layout = Annotated[str | None, typer.Option(help="auto, chat or completion.")]

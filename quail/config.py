@@ -14,7 +14,7 @@ from typing import Any
 from quail.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-DTYPES = ("auto", "bfloat16", "float32")
+DTYPES = ("auto", "bfloat16", "float32", "int8")
 LAYOUTS = ("auto", "chat", "completion")
 SHARING = ("auto", "on", "off")
 RETENTION = ("auto", "off", "keep")
@@ -126,8 +126,9 @@ class EngineConfig:
         model: alias (`quail models list`), Hugging Face id, folder with safetensors, or path of a GGUF file.
             `QUAIL_MODEL`; default `smollm2-135m`.
         device: `auto` (CUDA, then CPU), `cpu`, `cuda` or `mps`. `QUAIL_DEVICE`.
-        dtype: `auto` (bfloat16 where the device has fast bfloat16 products, else float32), `bfloat16` or
-            `float32` (exact work). `QUAIL_DTYPE`.
+        dtype: `auto` (bfloat16 where the device has fast bfloat16 products, else float32), `bfloat16`,
+            `float32` (exact work) or `int8` (CPUs: products in 8-bit integers, all else in bfloat16; faster,
+            less exact). `QUAIL_DTYPE`.
         kv_memory: memory for the key/value pages, in bytes or as text such as `'2GiB'`; None takes a share of
             what the machine or its container leaves, on CUDA what the device has left. `QUAIL_KV_MEMORY`.
         token_budget: most rows (tokens) one pass through the model computes; None is 2,048, on CUDA up to

@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
         f"about the first documents only and scaled ({MOST_TOKENS})",
     )
     made.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of all engines (what suits the machine)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of all engines but the one in int8 (what suits the machine)",
     )
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each (all cores)")
     made.add_argument("--kv-gib", type=int, default=4, help="memory for the KV of each engine, in GiB (4)")
@@ -177,7 +179,7 @@ def boot(
         "do": "boot",
         "folder": str(folder),
         "gguf": str(gguf),
-        "dtype": settings.dtype,
+        "dtype": spec.dtype or settings.dtype,
         "threads": settings.threads,
         "kv_gib": settings.kv_gib,
         "prompt": compiler.document("A fine film.", []).ids,

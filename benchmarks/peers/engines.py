@@ -25,6 +25,8 @@ class EngineSpec:
     Attributes:
         name: short name; `adapters/run_NAME.py` speaks for it.
         title: for people.
+        adapter: the name whose adapter it shares, or empty.
+        dtype: of its products, where it is not the one that all have.
         has_environment: whether it runs in an environment of its own, else in Quail's.
         is_sampled: whether it is slow and answers the first documents of a workload only.
         reuses_kv: whether a document is computed once for all its questions; tells what a sample costs.
@@ -33,6 +35,8 @@ class EngineSpec:
 
     name: str
     title: str
+    adapter: str = ""
+    dtype: str = ""
     has_environment: bool = False
     is_sampled: bool = False
     reuses_kv: bool = True
@@ -47,7 +51,7 @@ class EngineSpec:
         python = Path(sys.executable)
         if self.has_environment:
             python = ready(self.name, cache, say=say, build_jobs=build_jobs)
-        command = [str(python), str(ADAPTERS / f"run_{self.name}.py")]
+        command = [str(python), str(self.script)]
         environment = {} if self.has_environment else {"PYTHONPATH": str(ROOT)}
         found = [path for name in self.preloads if (path := library(name, python.parents[1] / "lib"))]
         if found:
@@ -59,6 +63,16 @@ class EngineSpec:
             cache / "peers" / "logs" / f"{self.name}.log",
             environment | {"PATH": binaries},
         )
+
+    @property
+    def script(self) -> Path:
+        """What speaks for it."""
+        return ADAPTERS / f"run_{self.adapter or self.name}.py"
+
+    @property
+    def runs_statements(self) -> bool:
+        """Whether it is asked in SQL: Quail, whatever its dtype."""
+        return QUAIL in (self.name, self.adapter)
 
     def sample(self, documents: Sequence[Document], most_tokens: int) -> list[Document]:
         """The documents that it is asked about: all, or the first whose tokens reach a number.
@@ -99,6 +113,7 @@ ENGINES = {
     spec.name: spec
     for spec in (
         EngineSpec(QUAIL, "Quail"),
+        EngineSpec("quail_int8", "Quail, int8", adapter=QUAIL, dtype="int8"),
         EngineSpec(
             "vllm",
             "vLLM",

@@ -100,15 +100,15 @@ def run_one(name: str, process: PeerProcess, workload: Workload, number: int, mo
     process.resume()
     try:
         process.ask({"do": "forget"}, timeout_seconds=60)
-        if name == QUAIL:
-            return run_statements(process, workload, number)
+        if ENGINES[name].runs_statements:
+            return run_statements(name, process, workload, number)
         documents = ENGINES[name].sample(workload.documents, most_tokens)
         return run_documents(name, process, workload, documents, number)
     finally:
         process.pause()
 
 
-def run_statements(process: PeerProcess, workload: Workload, number: int) -> Answered:
+def run_statements(name: str, process: PeerProcess, workload: Workload, number: int) -> Answered:
     """The statements of a workload, one after the other.
 
     Raises:
@@ -126,7 +126,7 @@ def run_statements(process: PeerProcess, workload: Workload, number: int) -> Ans
             )
         done.runs.append(
             Run(
-                QUAIL,
+                name,
                 part.name,
                 number,
                 seconds=reply["seconds"][0],

@@ -116,7 +116,7 @@ def kept_rates(cache_dir: Path, dtype: str, kernels: str, threads: int | None = 
 
     Args:
         cache_dir: where measured rates are kept.
-        dtype: `float32` or `bfloat16`.
+        dtype: `float32`, `bfloat16` or `int8`.
         kernels: version of the kernels.
         threads: of the engine; None takes the measurement with the most threads.
     """
@@ -134,6 +134,9 @@ def measure_cpu(dtype: torch.dtype, kernels: Kernels) -> Rates:
     """
     import torch
 
+    from quail.kernels.interface import state_dtype
+
+    dtype = state_dtype(dtype)
     with torch.inference_mode():
         hidden, wide, rows = 768, 3072, 1024
         left = torch.ones(rows, hidden, dtype=dtype)

@@ -39,7 +39,7 @@ from quail.planner.estimate import (
 )
 from quail.planner.prefix_sharing import FOLLOW_UP, ROW_LIMIT, SharingDecision, decide
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,7 @@ class Engine:
         started = time.perf_counter()
         import torch
 
+        from quail.kernels.interface import state_dtype
         from quail.kv.arena import KVArena
         from quail.models.decoder import Decoder, PagedDecoder
         from quail.models.loader import load_model
@@ -156,7 +157,8 @@ class Engine:
         rates = DeviceRates(device, dtype, config.cache_path)
         grant = grant_of(device)  # before the weights take their part, however much of them is mapped
         load = load or load_model
-        loaded = load(config.model, dtype=dtype, cache_dir=config.cache_path, progress=progress)
+        stored = state_dtype(dtype)
+        loaded = load(config.model, dtype=stored, cache_dir=config.cache_path, progress=progress)
         layout = layout_of(config, loaded.outline)
         kernels = kernels_for(dtype)
         weights = loaded.weights
@@ -166,7 +168,7 @@ class Engine:
             weights[name] = weights[name].to(device)
         packed = PackedMatrices(config.cache_path, loaded.revision, dtype, kernels.layout)
         decoder = Decoder(loaded.config, weights, kernels, packed)
-        shape = shape_of(loaded.config, element_bytes=dtype.itemsize, weight_bytes=decoder.num_weight_bytes)
+        shape = shape_of(loaded.config, element_bytes=stored.itemsize, weight_bytes=decoder.num_weight_bytes)
         budget = config.token_budget or grant.token_budget(shape, config.kv_memory_bytes)
         kernels.limit_gathered(shape.gathered_tokens(budget))
         memory = grant.plan(shape, token_budget=budget, kv_bytes=config.kv_memory_bytes)
@@ -175,7 +177,7 @@ class Engine:
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=dtype,
+            dtype=stored,
             device=device,
         )
         about = {

@@ -19,6 +19,7 @@ class Product(ctypes.Structure):
         ("out", c_void_p),
         ("out_stride", c_int64),
         ("ending", c_int32),
+        ("bits", c_int32),
         ("threads", c_int32),
     )
 
@@ -30,6 +31,7 @@ class Pack(ctypes.Structure):
         ("num_parts", c_int64),
         ("inner", c_int64),
         ("gated", c_int32),
+        ("bits", c_int32),
         ("threads", c_int32),
         ("packed", c_void_p),
         ("scales", c_void_p),

@@ -129,13 +129,19 @@ class KernelChoice:
             from quail.kernels.cuda import CudaKernels
 
             return CudaKernels(self.card, dtype, device, attention=self.attention, name=self.name)
-        if self.build is None:
-            return TorchKernels(attention.attend if device.type == "cpu" else reference.attend)
+        is_int8 = dtype == torch.int8
+        if self.build is None or (is_int8 and not self.build.level.has_products):
+            from quail.kernels.int8 import Int8Kernels
+
+            found = Int8Kernels if is_int8 else TorchKernels
+            return found(attention.attend if device.type == "cpu" else reference.attend)
         from quail.kernels.compiled import IntegerKernels, NativeKernels
 
-        is_integer = self.multiplies and dtype == torch.bfloat16
-        found = IntegerKernels if is_integer else NativeKernels
-        return found(self.build.path, dtype, threads, self.name)
+        if is_int8 or (dtype == torch.bfloat16 and self.multiplies):
+            return IntegerKernels(
+                self.build.path, torch.bfloat16, threads, self.name, bits=8 if is_int8 else 16
+            )
+        return NativeKernels(self.build.path, dtype, threads, self.name)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_int64, c_void_p
+from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,12 +63,12 @@ class _Library:
         self._lib = ctypes.CDLL(str(path))
         self.dtype, self.threads = dtype, threads
         self.panel_columns = int(self._lib.quail_panel_columns())
-        self.inner_multiple = int(self._lib.quail_inner_multiple())
+        self._lib.quail_panel_words.restype = c_int64
         self.digest = path.stem
 
-    def padded(self, inner: int) -> int:
-        """Elements of a packed column."""
-        return -(-inner // self.inner_multiple) * self.inner_multiple
+    def panel_words(self, inner: int, bits: int) -> int:
+        """Words of 4 bytes of a panel of packed weights."""
+        return int(self._lib.quail_panel_words(c_int64(inner), c_int32(bits)))
 
     def call(self, kernel: str, job: ctypes.Structure) -> None:
         getattr(self._lib, f"quail_{kernel}")(ctypes.byref(job))
@@ -262,17 +262,24 @@ class NativeKernels(TorchKernels):
 
 
 class IntegerKernels(NativeKernels):
-    """Products compiled too, of bfloat16 rows and weights in 16-bit fixed point.
+    """Products compiled too, of bfloat16 rows and weights as integers.
 
-    Each column of weights is scaled by its largest element to 13 bits and a sign, each 192 neighbours of
-    a row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is finer than
-    bfloat16.
+    With 16 bits each column of weights is scaled by its largest element to 13 bits and a sign, each 192
+    neighbours of a row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is
+    finer than bfloat16. With 8 bits it is coarser, as `reference.Int8Kernels` describes.
 
     Kernels that treat every row alone may wait (`fused`) and go over a block of rows together.
+
+    Args:
+        path, dtype, threads, name: as of `NativeKernels`.
+        bits: of the integers: 16 or 8.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, threads: int, name: str = "native") -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, threads: int, name: str = "native", bits: int = 16
+    ) -> None:
         super().__init__(path, dtype, threads, name)
+        self.bits = bits
         self._waiting: list[_Waiting] | None = None
         self.fused_seconds: list[float] = []
         """Of each step of the last `fused`, all threads together."""
@@ -324,7 +331,7 @@ class IntegerKernels(NativeKernels):
 
     @property
     def layout(self) -> str:
-        return f"int16-{self._library.digest}"
+        return f"int{self.bits}-{self._library.digest}"
 
     def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
         return self._packed(parts, sum(len(part) for part in parts), gated=False)
@@ -339,8 +346,8 @@ class IntegerKernels(NativeKernels):
         parts = [part.contiguous() for part in parts]
         width = library.panel_columns // 2 if gated else library.panel_columns
         num_panels = -(-columns // width)
-        data = torch.empty(num_panels * library.panel_columns, library.padded(inner), dtype=torch.int16)
-        scales = torch.empty(num_panels * library.panel_columns)
+        data = torch.empty(num_panels, library.panel_words(inner, self.bits), dtype=torch.int32)
+        scales = torch.empty(num_panels * library.panel_columns) if self.bits == 16 else None
         pointers = (c_void_p * len(parts))(*(library.pointer(part) for part in parts))
         rows = (c_int64 * len(parts))(*(len(part) for part in parts))
         library.call(
@@ -351,9 +358,10 @@ class IntegerKernels(NativeKernels):
                 num_parts=len(parts),
                 inner=inner,
                 gated=gated,
+                bits=self.bits,
                 threads=library.threads,
                 packed=data.data_ptr(),
-                scales=scales.data_ptr(),
+                scales=None if scales is None else _floats(scales),
             ),
         )
         return Matrix(data, columns, scales)
@@ -379,10 +387,11 @@ class IntegerKernels(NativeKernels):
         ending: int,
     ) -> None:
         rows, inner = x.shape
-        assert matrix.scales is not None
         needed = matrix.columns * (2 if ending == GATE else 1)
-        assert out.shape == (rows, matrix.columns) and len(matrix.scales) >= needed
-        assert matrix.data.shape == (len(matrix.scales), self._library.padded(inner))
+        num_panels = -(-needed // self._library.panel_columns)
+        assert out.shape == (rows, matrix.columns)
+        assert matrix.data.shape == (num_panels, self._library.panel_words(inner, self.bits))
+        assert (matrix.scales is None) == (self.bits == 8)
         self._run(
             "product",
             Product(
@@ -391,19 +400,19 @@ class IntegerKernels(NativeKernels):
                 rows=rows,
                 inner=inner,
                 packed=matrix.data.data_ptr(),
-                scales=_floats(matrix.scales),
+                scales=None if matrix.scales is None else _floats(matrix.scales),
                 columns=matrix.columns,
                 bias=None if bias is None else _floats(bias),
                 out=pointer,
                 out_stride=out.stride(0),
                 ending=ending,
+                bits=self.bits,
                 threads=self._library.threads,
             ),
             x,
             matrix.data,
-            matrix.scales,
             out,
-            *(() if bias is None else (bias,)),
+            *(each for each in (matrix.scales, bias) if each is not None),
         )
 
 

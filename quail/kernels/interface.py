@@ -15,6 +15,11 @@ import torch
 from quail.execution.chunk import BlockTable, Segments
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of states, KV and loaded weights where products run in `dtype`: bfloat16 with int8."""
+    return torch.bfloat16 if dtype == torch.int8 else dtype
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """Weights of a product, laid out as the kernels that made it like them.

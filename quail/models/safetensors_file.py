@@ -126,7 +126,7 @@ def torch_dtype(type_name: str) -> torch.dtype:
         "F32": torch.float32,
         "F16": torch.float16,
         "BF16": torch.bfloat16,
-        "I16": torch.int16,
+        "I32": torch.int32,
         "I8": torch.int8,
     }[type_name]
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 
 from quail.errors import ModelError
-from quail.kernels.interface import Kernels
+from quail.kernels.interface import Kernels, state_dtype
 from quail.models.device import dtype_word
 
 ROWS, INNER, COLUMNS = 256, 1024, 256
 """Shape of the products: as long as those of a model, small enough to cost nothing."""
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.int8: 2**-5}
 """Largest difference of a random product, as a share of its largest element."""
 
 
@@ -31,17 +31,18 @@ def multiply(kernels: Kernels, left: torch.Tensor, right: torch.Tensor) -> torch
 
 def fault_of_products(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> str | None:
     """What is wrong with matrix products in a dtype on a device; None if nothing is."""
+    stored = state_dtype(dtype)
     ones = multiply(
         kernels,
-        torch.ones(ROWS, INNER, dtype=dtype, device=device),
-        torch.ones(COLUMNS, INNER, dtype=dtype, device=device),
+        torch.ones(ROWS, INNER, dtype=stored, device=device),
+        torch.ones(COLUMNS, INNER, dtype=stored, device=device),
     )
     wrong = ones[ones != INNER]
     if len(wrong):
         return f"{len(wrong):,} of {ones.numel():,} sums of {INNER} ones came out wrong, one as {wrong[0]:g}"
     generator = torch.Generator().manual_seed(0)
-    left = torch.randn(ROWS, INNER, generator=generator).to(dtype)
-    right = torch.randn(COLUMNS, INNER, generator=generator).to(dtype)
+    left = torch.randn(ROWS, INNER, generator=generator).to(stored)
+    right = torch.randn(COLUMNS, INNER, generator=generator).to(stored)
     expected = left.double() @ right.double().t()
     found = multiply(kernels, left.to(device), right.to(device)).cpu().double()
     gap = float((found - expected).abs().max() / expected.abs().max())

@@ -26,7 +26,7 @@ _STORED_NAMES = {
     "torch.float32": "F32",
     "torch.float16": "F16",
     "torch.bfloat16": "BF16",
-    "torch.int16": "I16",
+    "torch.int32": "I32",
     "torch.int8": "I8",
 }
 _SHOWN_NAMES = 8

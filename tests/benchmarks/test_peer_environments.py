@@ -84,5 +84,5 @@ def test_every_version_is_pinned() -> None:
 
 def test_every_engine_has_its_adapter_and_requirements() -> None:
     for spec in ENGINES.values():
-        assert (ADAPTERS / f"run_{spec.name}.py").is_file()
+        assert spec.script.is_file() and spec.script.parent == ADAPTERS
         assert (environments.REQUIREMENTS / f"{spec.name}.txt").is_file() == spec.has_environment

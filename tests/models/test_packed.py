@@ -26,7 +26,7 @@ NAMES = ("0.qkv", "0.down", "1.qkv", "1.down")
 
 def made(name: str) -> Matrix:
     generator = torch.Generator().manual_seed(NAMES.index(name))
-    data = torch.randint(-8191, 8191, (32, 10), dtype=torch.int16, generator=generator)
+    data = torch.randint(-8191, 8191, (32, 10), dtype=torch.int32, generator=generator)
     return Matrix(data, 30, torch.rand(32, generator=generator))
 
 

@@ -49,7 +49,7 @@ def noisy_where_elements_differ(found: torch.Tensor) -> torch.Tensor:
     return found if (found == found[0, 0]).all() else found * 1.05
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("mode", ["auto", "reference"])
 def test_this_machine_multiplies_rightly(dtype: torch.dtype, mode: str) -> None:
     cache = quail.EngineConfig().cache_path

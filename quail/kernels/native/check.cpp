@@ -12,26 +12,28 @@ namespace {
 
 float value(long i) { return float((i * 2654435761u >> 7) % 2001) / 1000.0f - 1.0f; }
 
-bool product_is_right(int64_t rows, int64_t inner, int64_t columns) {
+bool product_is_right(int64_t rows, int64_t inner, int64_t columns, int32_t bits) {
     std::vector<bf16> x(rows * inner), weights(columns * inner);
     for (long i = 0; i < rows * inner; ++i) x[i] = round_bf16(value(i));
     for (long i = 0; i < columns * inner; ++i) weights[i] = round_bf16(value(i + 77));
     const long panel = quail_panel_columns(), padded = (columns + panel - 1) / panel * panel;
-    std::vector<int16_t> packed(padded * (inner + quail_inner_multiple()));
+    std::vector<uint32_t> packed(padded / panel * quail_panel_words(inner, bits));
     std::vector<float> scales(padded), out(rows * columns, 1.0f);
+    float* const of_columns = bits == 8 ? nullptr : scales.data();
     const void* part = weights.data();
-    const QuailPack packing{&part, &columns, 1, inner, 0, 1, packed.data(), scales.data()};
+    const QuailPack packing{&part, &columns, 1, inner, 0, bits, 1, packed.data(), of_columns};
     quail_pack(&packing);
-    const QuailProduct job{x.data(), inner, rows, inner, packed.data(), scales.data(), columns, nullptr,
-                           out.data(), columns, 1, 1};
+    const QuailProduct job{x.data(), inner, rows, inner, packed.data(), of_columns, columns, nullptr,
+                           out.data(), columns, 1, bits, 1};
     quail_product(&job);
+    const double allowed = (bits == 8 ? 1e-2 : 5e-4) * inner;
     for (long r = 0; r < rows; ++r) {
         for (long c = 0; c < columns; ++c) {
             double expected = 1;
             for (long k = 0; k < inner; ++k) {
                 expected += double(widen(x[r * inner + k])) * widen(weights[c * inner + k]);
             }
-            if (!(std::fabs(out[r * columns + c] - expected) < 5e-4 * inner)) return false;
+            if (!(std::fabs(out[r * columns + c] - expected) < allowed)) return false;
         }
     }
     return true;
@@ -44,7 +46,9 @@ extern "C" int quail_check() {
     for (long rows : {1, 13, 40}) {
         for (long inner : {2, 34, 96, 400}) {
             for (long columns : {1, 33, 64}) {
-                if (!product_is_right(rows, inner, columns)) return 1;
+                for (int bits : {16, 8}) {
+                    if (!product_is_right(rows, inner, columns, bits)) return 1;
+                }
             }
         }
     }

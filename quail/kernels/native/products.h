@@ -1,4 +1,4 @@
-// Products of bfloat16 rows with packed weights, by 16-bit integers: the C interface.
+// Products of bfloat16 rows with packed weights, by integers: the C interface.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,13 @@ struct QuailProduct {
     int64_t rows;
     int64_t inner;
     const void* packed;   // from quail_pack
-    const float* scales;  // from quail_pack
+    const float* scales;  // from quail_pack, null with 8 bits
     int64_t columns;      // of out
     const float* bias;    // (columns,) or null
     void* out;            // (rows, columns)
     int64_t out_stride;
     int32_t ending;  // 0 store, 1 add, 2 silu(gate) * up
+    int32_t bits;    // of the integers: 16 or 8
     int32_t threads;
 };
 
@@ -28,14 +29,14 @@ struct QuailPack {
     int64_t num_parts;
     int64_t inner;
     int32_t gated;
+    int32_t bits;  // of the integers: 16 or 8
     int32_t threads;
-    // Whole panels of quail_panel_columns() columns of int16, `inner` rounded up to quail_inner_multiple() each.
-    void* packed;
-    float* scales;  // one a column of those panels
+    void* packed;   // whole panels of quail_panel_columns() columns, quail_panel_words() words of 4 bytes each
+    float* scales;  // one a column of those panels; null with 8 bits, whose scales lie among the integers
 };
 
 int64_t quail_panel_columns();
-int64_t quail_inner_multiple();
+int64_t quail_panel_words(int64_t inner, int32_t bits);
 int32_t quail_has_products();  // whether this build multiplies; otherwise pack and product do nothing
 
 void quail_pack(const QuailPack*);
@@ -46,7 +47,6 @@ void quail_product(const QuailProduct*);
 namespace quail {
 
 constexpr long LEAST_ROWS = 56;  // of a block; fewer read the weights too often
-constexpr int GROUP = 4;         // pairs of a row's elements that lie together where rows are packed
 
 // The part of a product that rows [first, last) have, on the calling thread.
 void product_of_rows(const QuailProduct&, long first, long last);
