@@ -210,7 +210,12 @@ def measure(*, num_rounds: int, share: float) -> list[Line]:
     config = EngineConfig(retention="off", prefix_sharing="off")
     engine = Engine.boot(config)
     model: Any = engine.model
-    rates_of(model.decoder.device, model.decoder.dtype, config.cache_path, model.decoder.kernels)
+    rates_of(
+        model.decoder.device,
+        getattr(torch, engine.describe()["dtype"]),
+        config.cache_path,
+        model.decoder.kernels,
+    )
     return [
         against_transformers(engine, num_rounds, share),
         against_cost_model(config, engine, num_rounds, share),

@@ -52,7 +52,7 @@ class Report(Mapping[str, Any]):
         memory: sizes in bytes and counts of pages, among them `peak_resident_bytes` of the process.
         model: its name, or None where no model was asked.
         device: where it ran.
-        dtype: of its weights and KV.
+        dtype: of its products; with int8 weights and KV are bfloat16.
         rows: rows of the result.
         documents: distinct documents that the model read.
         answers: where answers came from: `asked` (the model), `stored` (an earlier run, or this one,

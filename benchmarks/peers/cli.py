@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import lines, plots
 from benchmarks.peers import tables
-from benchmarks.peers.engines import ENGINES, QUAIL
+from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.environments import CannotInstall, processor_flags
 from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.peers.rounds import measure, sizes
@@ -246,7 +246,7 @@ def plot(results: dict[str, Any]) -> str:
     """How many times Quail's seconds each peer takes."""
     bars: dict[str, dict[str, float]] = {}
     for row in tables.result_rows(results):
-        if row.engine != QUAIL and row.times is not None:
+        if not ENGINES[row.engine].runs_statements and row.times is not None:
             title = results["parts"][row.part]["title"]
             bars.setdefault(title, {})[tables.title_of(row.engine)] = row.times[0]
     if not bars:

@@ -50,20 +50,27 @@ def circumstances(results: Results) -> str:
 
 
 def short_table(results: Results) -> str:
-    """How many times as fast Quail is, a row a part, a column a peer; below 1 the peer is faster."""
+    """How fast Quail is in each dtype, and how many times as long a peer takes; below 1 the peer is faster.
+
+    A row a part, a column an engine.
+    """
     rows = {(row.part, row.engine): row for row in result_rows(results)}
-    peers = [name for name in results["engines"] if name != QUAIL and measured(results, name)]
+    others = [name for name in results["engines"] if name != QUAIL and measured(results, name)]
+    kinds = [name for name in others if ENGINES[name].runs_statements]
+    peers = [name for name in others if name not in kinds]
     body = []
     for part, whole in results["parts"].items():
-        ours = rows.get((part, QUAIL))
-        speed = f"{ours.documents_per_second:.3g}" if ours else "–"
-        body.append([whole["title"], speed, *(times_cell(rows.get((part, peer))) for peer in peers)])
+        ours = [rows.get((part, name)) for name in (QUAIL, *kinds)]
+        speeds = [f"{row.documents_per_second:.3g}" if row else "–" for row in ours]
+        body.append([whole["title"], *speeds, *(times_cell(rows.get((part, peer))) for peer in peers)])
     boots = {name: engine.get("boot_seconds") for name, engine in results["engines"].items()}
     if boots.get(QUAIL):
         ratios = [boots[peer] / boots[QUAIL] if boots[peer] else None for peer in peers]
         cells = ["–" if ratio is None else marked(f"{ratio:.3g}", ratio) for ratio in ratios]
-        body.append(["start to first answer", f"{boots[QUAIL]:.1f} s", *cells])
-    return table(["", "Quail, documents/s", *(f"x {title_of(peer)}" for peer in peers)], body)
+        own = [f"{boots[name]:.1f} s" if boots.get(name) else "–" for name in (QUAIL, *kinds)]
+        body.append(["start to first answer", *own, *cells])
+    speeds = [f"{title_of(name)}, documents/s" for name in (QUAIL, *kinds)]
+    return table(["", *speeds, *(f"x {title_of(peer)}" for peer in peers)], body)
 
 
 def measured(results: Results, engine: str) -> bool:

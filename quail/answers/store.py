@@ -60,7 +60,7 @@ class Question:
             read, model revision and dtype.
         model: name of the model, for people.
         revision: digest of the model's files.
-        dtype: of weights and KV.
+        dtype: of products; with int8 KV is bfloat16.
         layout: name of the prompt layout.
         text: the call as it was written, for people.
     """

@@ -63,7 +63,7 @@ class Audit:
         share: of the questions, 0 to 1.
         stages: of the run.
         scheduler: of the run: most rows a pass, and the pool that gives way to documents longer than a pass.
-        dtype: of weights and KV, as the report names it.
+        dtype: of products, as the report names it.
         forward: runs a pass for some stages; returns the answer of each request in it.
         wait: waits for passes in flight, whose time is not the audit's.
     """

@@ -34,7 +34,7 @@ class ModelIdentity:
     Attributes:
         name: of the model, for people.
         revision: digest of its files.
-        dtype: of weights and KV.
+        dtype: of products; with int8 KV is bfloat16.
         layout: name of the prompt layout.
     """
 

@@ -116,6 +116,8 @@ class KernelChoice:
         if self.build is None:
             return f"reference ({self.reason})"
         products = "products of bfloat16 included" if self.multiplies else "products by torch"
+        if self.build.level.has_products and not self.multiplies:
+            products += ", of int8 here"
         return f"{self.name} ({products}; compiled by {self.build.compiler})"
 
     def kernels(self, dtype: torch.dtype, device: torch.device, threads: int) -> Kernels:
@@ -130,7 +132,7 @@ class KernelChoice:
 
             return CudaKernels(self.card, dtype, device, attention=self.attention, name=self.name)
         is_int8 = dtype == torch.int8
-        if self.build is None or (is_int8 and not self.build.level.has_products):
+        if self.build is None:
             from quail.kernels.int8 import Int8Kernels
 
             found = Int8Kernels if is_int8 else TorchKernels

@@ -266,7 +266,7 @@ class IntegerKernels(NativeKernels):
 
     With 16 bits each column of weights is scaled by its largest element to 13 bits and a sign, each 192
     neighbours of a row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is
-    finer than bfloat16. With 8 bits it is coarser, as `reference.Int8Kernels` describes.
+    finer than bfloat16. With 8 bits it is coarser, as `int8.Int8Kernels` describes.
 
     Kernels that treat every row alone may wait (`fused`) and go over a block of rows together.
 

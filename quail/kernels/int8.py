@@ -47,7 +47,9 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     fitting = sizes.masked_fill(sizes > limit, 0.0).amax(dim=1, keepdim=True)
     fitting = torch.maximum(fitting, sizes.amax(dim=1, keepdim=True) / MOST_BYTES)
     step = torch.where(fitting < LEAST, 0.0, fitting / 127)
-    factor = torch.full_like(fitting, 127.0) / fitting  # `127 / fitting` would be 127 times a rounded reciprocal
+    factor = (
+        torch.full_like(fitting, 127.0) / fitting
+    )  # `127 / fitting` would be 127 times a rounded reciprocal
     steps = (x * torch.where(fitting < LEAST, 0.0, factor)).round()
     return torch.where(x.isfinite().all(dim=1, keepdim=True), steps * step, torch.nan)
 
@@ -64,11 +66,10 @@ def rounded_weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 class Int8Kernels(TorchKernels):
-    """All kernels in torch's own operations, products with rows and weights at 8 bits."""
+    """All kernels in torch's own operations, products with rows and weights at 8 bits.
 
-    @property
-    def layout(self) -> str:
-        return "int8-reference"
+    Weights take the memory of float32.
+    """
 
     def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
         return Matrix(rounded_weights(torch.cat(list(parts))), sum(len(part) for part in parts))

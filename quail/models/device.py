@@ -65,7 +65,7 @@ def dtype_of(name: str, device: torch.device, kernels: KernelChoice) -> torch.dt
     """The dtype of a configuration on a device, as of its products; `state_dtype` is that of the rest.
 
     Raises:
-        ConfigError: int8 on a device that is no CPU.
+        ConfigError: int8 where it cannot run.
     """
     import torch
 
@@ -81,13 +81,17 @@ def dtype_name(name: str, device_type: str, kernels: KernelChoice) -> str:
     as float32 ones (measured). `int8` is never chosen: it is less exact.
 
     Raises:
-        ConfigError: int8 on a device that is no CPU.
+        ConfigError: int8 on a device that is no CPU, or for native kernels of a processor that lacks it.
     """
-    if name == "int8" and device_type != "cpu":
-        raise ConfigError(
-            f"dtype = 'int8' is for CPUs; this is device {device_type!r}",
-            hint="dtype = 'auto' takes what is fast there, device = 'cpu' runs without it",
-        )
+    if name == "int8":
+        fault = "" if device_type == "cpu" else f"this is device {device_type!r}"
+        if kernels.build is not None and not kernels.build.level.has_products:
+            fault = f"the kernels here are {kernels.name}"
+        if fault:
+            raise ConfigError(
+                f"dtype = 'int8' is for CPUs with AVX-512 VNNI; {fault}",
+                hint="dtype = 'auto' takes what is fast; on any CPU kernels = 'reference' runs int8 slowly",
+            )
     if name == "auto" and device_type == "cuda":
         return "bfloat16" if _has_bfloat16() else "float32"
     if name == "auto":

@@ -41,7 +41,7 @@ class PackedMatrices:
     Args:
         cache_dir: the cache folder; None keeps nothing.
         revision: digest of all that the model was loaded from.
-        dtype: of its weights.
+        dtype: of its products.
         layout: of the kernels that will run it; empty where theirs are the weights themselves.
     """
 

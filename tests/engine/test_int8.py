@@ -10,7 +10,9 @@ import pytest
 import quail
 from benchmarks.quality import SENTIMENT, TOPIC, TOPICS, WORDS, sample
 from quail.errors import ConfigError
+from quail.kernels.choice import KernelChoice
 from quail.layouts import area_under_roc
+from quail.models.device import dtype_name
 from tests.engine.test_device import margins, opened
 from tests.models.tiny import make_tiny
 
@@ -24,8 +26,36 @@ def test_reuse_and_packing_change_no_answer(tmp_path: Path) -> None:
         found = margins(session)
     with opened(folder, "cpu", "bfloat16", **reusing) as session:
         other = margins(session)
-    assert np.abs(found - expected).max() < 0.3
+    is_native = (
+        KernelChoice.of(quail.EngineConfig().kernels, "cpu", quail.EngineConfig().cache_path).build
+        is not None
+    )
+    assert np.abs(found - expected).max() < (1e-3 if is_native else 0.3)
     assert np.abs(other - expected).max() > 1e-4, "bytes are not bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_reuse_changes_no_bit_before_the_logits(dtype: str) -> None:
+    """The default model, reusing all it can, beside the same questions asked alone."""
+    config = quail.EngineConfig(
+        dtype=dtype, answers="off", prefix_sharing="on", retention="keep", token_budget=512, kv_memory="64MiB"
+    )
+    if not KernelChoice.of(config.kernels, "cpu", config.cache_path).multiplies:
+        pytest.skip("products by torch round as their shapes have it")
+    with quail.Session(config) as session:
+        session.register("reviews", sample(40))
+        begins = "The film that everyone has been waiting for, and about which so much was written before. "
+        session.register(
+            "alike", {"id": list(range(6)), "text": [begins * 8 + f"Number {n}." for n in range(6)]}
+        )
+        session.register("ends", {"word": ["good", "rather long", "about a whale"]})
+        for sql in (
+            "SELECT row FROM reviews WHERE AI.SCORE(PROMPT('{0} Good?', text)) >= 0 AND AI.SCORE(PROMPT('{0} Long?', text)) >= 0",
+            "SELECT id FROM alike WHERE AI.SCORE(PROMPT('{0} Is it good?', text)) >= 0",
+            "SELECT id FROM alike, ends WHERE AI.SCORE(PROMPT('{0} Is it {1}?', text, word)) >= 0",
+        ):
+            audit = session.sql(sql).run(progress=False, audit=1.0).report.audit
+            assert audit["audited"] and audit["greatest_gap"] < 1e-4, (sql, audit)
 
 
 def test_the_plain_kernels_answer_as_the_compiled_ones(tmp_path: Path) -> None:
@@ -55,11 +85,20 @@ def test_reports_name_it_and_stored_answers_are_its_own(tmp_path: Path) -> None:
     assert asked[0] and asked[1] and not asked[2], "the third run finds the answers of the second"
 
 
-def test_it_is_for_cpus() -> None:
-    from quail.models.device import dtype_name
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_it_is_for_cpus(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"for CPUs with AVX-512 VNNI; this is device '{device}'"):
+        dtype_name("int8", device, KernelChoice(None))
 
-    with pytest.raises(ConfigError, match="dtype = 'int8' is for CPUs; this is device 'cuda'"):
-        dtype_name("int8", "cuda", None)  # type: ignore[arg-type]
+
+def test_processors_without_its_products_refuse_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUAIL_KERNELS_LEVEL", "AVX2")
+    choice = KernelChoice.of("auto", "cpu", tmp_path)
+    if choice.build is None:
+        pytest.skip("no native kernels here")
+    with pytest.raises(ConfigError, match="the kernels here are native AVX2"):
+        dtype_name("int8", "cpu", choice)
+    assert dtype_name("int8", "cpu", KernelChoice.of("reference", "cpu", tmp_path)) == "int8"
 
 
 @pytest.mark.parametrize(

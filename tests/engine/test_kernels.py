@@ -167,6 +167,34 @@ def test_attention(native, segments, shape, seed, scattered, spread):
     assert_near(found_lse, expected_lse, 1e-5)
 
 
+@pytest.mark.parametrize("cut", [1, 16, 100, 127, 128, 129, 250, 300])
+@pytest.mark.parametrize("place", ["pages", "rows of the pass"])
+def test_attention_has_the_same_bits_where_a_part_was_computed_before(native, cut, place):
+    kernels, dtype = native
+    rows, heads, kv_heads, dim = 310, 6, 2, 64
+    q = draw(0, rows, heads, dim).to(dtype)
+    k, v = draw(1, rows, kv_heads, dim).to(dtype), draw(2, rows, kv_heads, dim).to(dtype)
+    num_pages = -(-rows // PAGE)
+    k_pages, v_pages = torch.zeros(2, num_pages, PAGE, kv_heads, dim, dtype=dtype)
+    k_pages.flatten(0, 1)[:rows], v_pages.flatten(0, 1)[:rows] = k, v
+    table = BlockTable.of([list(range(num_pages))])
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        starts, stops, paged, contexts = zip(*segments, strict=True)
+        arrays = [np.array(each) for each in (starts, stops, [0] * len(starts), paged)]
+        return kernels.attend(q, k, v, k_pages, v_pages, Segments(*arrays, contexts), table, scale=dim**-0.5)
+
+    whole, whole_lse = attend(q, k, v, (0, rows, 0, ()))
+    if place == "pages":
+        found, lse = attend(q[cut:], k[cut:], v[cut:], (0, rows - cut, cut, ()))
+    else:
+        found, lse = attend(q, k, v, (0, cut, 0, ()), (cut, rows, 0, ((0, cut),)))
+        found, lse = found[cut:], lse[cut:]
+    assert torch.equal(found, whole[cut:]) and torch.equal(lse, whole_lse[cut:])
+
+
 def test_attention_reads_views_of_one_tensor(native):
     kernels, dtype = native
     heads = draw(0, 21, 15, 64).to(dtype)
@@ -288,13 +316,16 @@ def test_integer_products(integer, rows, inner, columns, seed, scale):
 
 
 def test_integer_products_of_a_row_do_not_depend_on_the_rows_around_it(integer):
-    matrix = integer.matrix([draw(1, 96, 576).bfloat16()])
-    x = draw(0, 300, 576).bfloat16()
-    whole, alone = torch.zeros(300, 96), torch.zeros(1, 96)
-    integer.add_product(x, matrix, None, whole)
-    for row in (0, 13, 14, 150, 299):
-        integer.add_product(x[row : row + 1], matrix, None, alone.zero_())
-        assert torch.equal(alone[0], whole[row])
+    for inner in (40, 576):
+        matrix = integer.matrix([draw(1, 96, inner).bfloat16()])
+        x = draw(0, 300, inner).bfloat16()
+        whole = torch.zeros(300, 96)
+        integer.add_product(x, matrix, None, whole)
+        for row in (0, 13, 14, 150, 286):
+            for rows in range(1, 15):  # of a tile
+                few = torch.zeros(rows, 96)
+                integer.add_product(x[row : row + rows], matrix, None, few)
+                assert torch.equal(few, whole[row : row + rows])
 
 
 def test_integer_products_keep_what_is_not_finite_in_its_row(integer):

@@ -52,6 +52,14 @@ def test_kernels_without_what_a_level_may_have_besides() -> None:
     assert_tests_pass(os.environ | {"QUAIL_KERNELS": "native", "QUAIL_KERNELS_CXXFLAGS": without})
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_scores_by_pairs_of_bfloat16_and_without(wanted: str) -> None:
+    """Whichever this processor would not choose, too."""
+    assert_tests_pass(os.environ | {"QUAIL_KERNELS_PAIRS": wanted})
+
+
 def assert_tests_pass(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -5,10 +5,11 @@
 // and values are broadcast as they lie, and everything that a row keeps for itself is a lane among others. The
 // softmax runs along: a row keeps its largest score, the sum of its weights and its weighted values so far, and
 // scales them down when a larger score comes (online softmax, arXiv:1805.02867; blocks as in FlashAttention,
-// arXiv:2205.14135). What a row reads is cut into blocks from the row's own beginnings, so its result does not
-// depend on its neighbours in the pass.
+// arXiv:2205.14135). What a row reads is cut into blocks from its first token on, wherever that lies. So a row's result
+// has the same bits whatever its neighbours are, and whether what it reads was computed before or in its own pass.
 
 #include <cmath>
+#include <cstdlib>
 #include <vector>
 
 #include "parallel.h"
@@ -316,29 +317,32 @@ class Attention {
         }
     }
 
+    // The whole blocks of the history, all rows together.
     void read_history(const Block& block, Scratch& s) const {
         const T *keys[KEYS], *values[KEYS];
         const Stack& stack = s.stack;
         const long tokens = history_tokens(block.segment);
-        for (long begin = 0; begin < tokens; begin += KEYS) {
-            const int count = std::min<long>(KEYS, tokens - begin);
-            find_history(block.segment, stack.head, begin, begin + count, keys, values);
-            gather_keys(keys, count, s.keys.of(0));
-            gather(values, count, s.values.of(0));
+        for (long begin = 0; begin + KEYS <= tokens; begin += KEYS) {
+            find_history(block.segment, stack.head, begin, begin + KEYS, keys, values);
+            gather_keys(keys, KEYS, s.keys.of(0));
+            gather(values, KEYS, s.values.of(0));
             for (int lane = 0; lane < stack.lanes; lane += WINDOW) {
-                meet(stack, lane, std::min(stack.lanes, lane + WINDOW), count, count, 0, s);
+                meet(stack, lane, std::min(stack.lanes, lane + WINDOW), KEYS, KEYS, 0, s);
             }
         }
     }
 
+    // What the history has beyond them, and the rows themselves, segment by segment.
     void read_own(Scratch& s) const {
         const T *keys[KEYS], *values[KEYS];
         const Stack& stack = s.stack;
         for (const Span& span : s.spans) {
             const long start = job.q_start[span.segment], rows = stack.own[span.end - 1] + 1;
-            for (long first = 0; first < rows; first += KEYS) {
-                const int count = std::min<long>(KEYS, rows - first);
-                for (int i = 0; i < count; ++i) {
+            const long tokens = history_tokens(span.segment), rest = tokens % KEYS;
+            for (long first = -rest; first < rows; first += KEYS) {
+                const int count = std::min<long>(KEYS, rows - first), before = std::max<long>(0, -first);
+                if (before) find_history(span.segment, stack.head, tokens - rest, tokens, keys, values);
+                for (int i = before; i < count; ++i) {
                     keys[i] = row_of(job.k, job.k_stride, start + first + i, stack.head);
                     values[i] = row_of(job.v, job.v_stride, start + first + i, stack.head);
                 }
@@ -406,6 +410,15 @@ class Attention {
     }
 };
 
+#if defined(__AVX512BF16__)
+// Where processors add up products of pairs of bfloat16 as fast as those of float32, twice as many a second. AMD's do;
+// Intel's of the time of AVX-512 BF16 take twice as long for them. QUAIL_KERNELS_PAIRS of 0 or 1 decides otherwise.
+bool has_fast_pairs() {
+    static const char* const wanted = std::getenv("QUAIL_KERNELS_PAIRS");
+    return wanted && *wanted ? *wanted == '1' : bool(__builtin_cpu_is("amd"));
+}
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -413,11 +426,10 @@ extern "C" {
 void quail_attend_float32(const QuailAttend* job) { Attention<float, false>(*job).run(); }
 
 void quail_attend_bfloat16(const QuailAttend* job) {
-    if (has_fast_pairs() && job->head_dim % 2 == 0) {
-        Attention<bf16, true>(*job).run();
-    } else {
-        Attention<bf16, false>(*job).run();
-    }
+#if defined(__AVX512BF16__)
+    if (has_fast_pairs() && job->head_dim % 2 == 0) return Attention<bf16, true>(*job).run();
+#endif
+    Attention<bf16, false>(*job).run();
 }
 
 }  // extern "C"

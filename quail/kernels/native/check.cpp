@@ -15,6 +15,9 @@ float value(long i) { return float((i * 2654435761u >> 7) % 2001) / 1000.0f - 1.
 bool product_is_right(int64_t rows, int64_t inner, int64_t columns, int32_t bits) {
     std::vector<bf16> x(rows * inner), weights(columns * inner);
     for (long i = 0; i < rows * inner; ++i) x[i] = round_bf16(value(i));
+    for (long r = 0; r < rows && bits == 8 && inner > 64; ++r) {  // outliers, also in the last run
+        for (long i : {inner / 3, inner - 1}) x[r * inner + i] = round_bf16(50 * widen(x[r * inner + i]));
+    }
     for (long i = 0; i < columns * inner; ++i) weights[i] = round_bf16(value(i + 77));
     const long panel = quail_panel_columns(), padded = (columns + panel - 1) / panel * panel;
     std::vector<uint32_t> packed(padded / panel * quail_panel_words(inner, bits));
@@ -26,13 +29,15 @@ bool product_is_right(int64_t rows, int64_t inner, int64_t columns, int32_t bits
     const QuailProduct job{x.data(), inner, rows, inner, packed.data(), of_columns, columns, nullptr,
                            out.data(), columns, 1, bits, 1};
     quail_product(&job);
-    const double allowed = (bits == 8 ? 1e-2 : 5e-4) * inner;
     for (long r = 0; r < rows; ++r) {
         for (long c = 0; c < columns; ++c) {
-            double expected = 1;
+            double expected = 1, sizes = 0;
             for (long k = 0; k < inner; ++k) {
-                expected += double(widen(x[r * inner + k])) * widen(weights[c * inner + k]);
+                const double each = widen(x[r * inner + k]), weight = widen(weights[c * inner + k]);
+                expected += each * weight;
+                sizes += std::fabs(each) + std::fabs(weight);
             }
+            const double allowed = bits == 8 ? sizes / 200 + 1e-3 : 5e-4 * inner;  // half a step of a byte is 1 / 255
             if (!(std::fabs(out[r * columns + c] - expected) < allowed)) return false;
         }
     }

@@ -35,7 +35,7 @@ struct QuailFused {
 
 namespace {
 
-constexpr long BLOCK_BYTES = 512 << 10;  // the widest packed rows of a block: with what else a row has they stay near
+constexpr long BLOCK_BYTES = 512 << 10;  // the widest rows of a block: with what else they have they stay near
 constexpr long ROWS_OF_A_PIECE = 40;     // of a block that is cut, at least
 
 double now() {

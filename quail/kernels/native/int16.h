@@ -15,7 +15,6 @@ struct Int16 {
     static constexpr float MOST_OF_X = 8191, MOST_OF_WEIGHTS = 8191;
     static constexpr float MOST_OF_A_RUN = INT32_MAX / 8191 - RUN;  // magnitudes of weights; RUN is for their rounding
     static constexpr int ELEMENT_BYTES = 2;
-    static constexpr int INNER_MULTIPLE = 2 * GROUP;
     static constexpr int PARTS = GROUP * PANEL / LINE_WORDS;  // of a panel: a tile asks for one
 
     static long steps_of(long inner) { return (inner + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }

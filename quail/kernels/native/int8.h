@@ -21,7 +21,6 @@ struct Int8 {
     static constexpr long LEAST_OF_AN_OUTLIER = 96;  // no more than one element of so many does not
     static constexpr float MOST_BYTES = 250;     // how many times that the largest element is, at most
     static constexpr int ELEMENT_BYTES = 1;
-    static constexpr int INNER_MULTIPLE = RUN;
     static constexpr int PARTS = RUN_WORDS / (RUN_STEPS / GROUP * LINE_WORDS);  // of a panel: a tile asks for one
 
     static long runs_of(long inner) { return (inner + RUN - 1) / RUN; }
@@ -218,7 +217,7 @@ struct Int8 {
         const Scale found = magnitude(weights, count) < INFINITY ? scale_of(high / 255 - low / 255, 1) : Scale{NAN, 0};
         *scale = found.of_integers;
         *least = low;
-        for (long i = 0; i < count; ++i) {
+        for (long i = 0; i < count && found.of_elements > 0; ++i) {
             to[i] = uint8_t(std::nearbyint((widen(weights[i]) - low) * found.of_elements));
         }
     }
@@ -238,8 +237,11 @@ struct Int8 {
         const Floats left_scale = load(of_run), right_scale = load(of_run + LANES);
         const Floats left_least = load(of_run + PANEL), right_least = load(of_run + PANEL + LANES);
         const auto add = [](float* to, Ints total, Floats scale, float sum, Floats least) {
-            const Floats before = BEGINS ? sum * least : sum * least + load(to);
-            store(to, __builtin_convertvector(total, Floats) * scale + before);
+            // Written out, so that compilers round alike for tiles of all heights.
+            const __m512 sums = _mm512_set1_ps(sum);
+            const __m512 before = BEGINS ? _mm512_mul_ps(sums, (__m512)least)
+                                         : _mm512_fmadd_ps(sums, (__m512)least, _mm512_loadu_ps(to));
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)total), (__m512)scale, before));
         };
         ((add(c + R * PANEL, left_total[R], left_scale, sums[R], left_least),
           add(c + R * PANEL + LANES, right_total[R], right_scale, sums[R], right_least)),

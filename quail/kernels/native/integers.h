@@ -1,7 +1,9 @@
 // What rows and weights need to become integers, and the loops over tiles of them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "tile.h"

@@ -10,6 +10,8 @@ template <bool PAIRS>
 inline Floats add_product(Floats total, Floats a, Floats b) {
 #if defined(__AVX512BF16__)
     if constexpr (PAIRS) return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    static_assert(!PAIRS, "needs AVX-512 BF16");
 #endif
     return total + a * b;
 }

@@ -20,16 +20,6 @@ constexpr int TALLEST[] = {16, 14, 8};  // rows of a tile by its vectors: sums, 
 constexpr int TALLEST[] = {8, 6, 4};
 #endif
 
-// Where processors add up products of pairs of bfloat16 as fast as those of float32, twice as many a second. AMD's do;
-// Intel's of the time of AVX-512 BF16 take twice as long for them.
-inline bool has_fast_pairs() {
-#if defined(__AVX512BF16__)
-    return __builtin_cpu_is("amd");
-#else
-    return false;
-#endif
-}
-
 // scores[key, 0:WIDE vectors] (+)= keys[key] times queries, over the dimensions of a slice, one by one or in PAIRS; keys
 // are the tile's rows.
 using ScoreTile = void (*)(const float*, const float*, long, long, float*, bool);
