@@ -121,7 +121,13 @@ class KernelChoice:
         return f"{self.name} ({products}; compiled by {self.build.compiler})"
 
     def kernels(self, dtype: torch.dtype, device: torch.device, threads: int) -> Kernels:
-        """The kernels for a model; the library is compiled already."""
+        """The kernels for a model; the library is compiled already.
+
+        Args:
+            dtype: of products, from `models.device.dtype_of`, which refuses what cannot run.
+            device: where the model runs.
+            threads: most threads that a native kernel takes.
+        """
         import torch
 
         from quail.kernels import attention, reference
@@ -139,6 +145,7 @@ class KernelChoice:
             return found(attention.attend if device.type == "cpu" else reference.attend)
         from quail.kernels.compiled import IntegerKernels, NativeKernels
 
+        assert not is_int8 or self.build.level.has_products, self.name
         if is_int8 or (dtype == torch.bfloat16 and self.multiplies):
             return IntegerKernels(
                 self.build.path, torch.bfloat16, threads, self.name, bits=8 if is_int8 else 16

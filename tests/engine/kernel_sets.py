@@ -30,7 +30,14 @@ def native_kernels(dtype: torch.dtype, threads: int = 2) -> Kernels:
     choice = KernelChoice.of(mode, "cpu", config.cache_path).compiled(mode)
     if choice.build is None:
         pytest.skip(f"no native kernels here: {choice.reason}")
+    skip_without(dtype, choice)
     return choice.kernels(dtype, CPU, threads)
+
+
+def skip_without(dtype: torch.dtype, choice: KernelChoice) -> None:
+    """Skips the test where the kernels of a choice have no products in a dtype."""
+    if dtype == torch.int8 and choice.build is not None and not choice.build.level.has_products:
+        pytest.skip(f"no int8 with the kernels of {choice.build.level.name}")
 
 
 def plain_kernels() -> TorchKernels:

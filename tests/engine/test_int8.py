@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import quail
 from benchmarks.quality import SENTIMENT, TOPIC, TOPICS, WORDS, sample
@@ -13,8 +14,19 @@ from quail.errors import ConfigError
 from quail.kernels.choice import KernelChoice
 from quail.layouts import area_under_roc
 from quail.models.device import dtype_name
+from tests.engine.kernel_sets import skip_without
 from tests.engine.test_device import margins, opened
 from tests.models.tiny import make_tiny
+
+
+def here() -> KernelChoice:
+    config = quail.EngineConfig()
+    return KernelChoice.of(config.kernels, "cpu", config.cache_path)
+
+
+@pytest.fixture(autouse=True)
+def with_int8() -> None:
+    skip_without(torch.int8, here())
 
 
 def test_reuse_and_packing_change_no_answer(tmp_path: Path) -> None:
@@ -26,10 +38,7 @@ def test_reuse_and_packing_change_no_answer(tmp_path: Path) -> None:
         found = margins(session)
     with opened(folder, "cpu", "bfloat16", **reusing) as session:
         other = margins(session)
-    is_native = (
-        KernelChoice.of(quail.EngineConfig().kernels, "cpu", quail.EngineConfig().cache_path).build
-        is not None
-    )
+    is_native = here().build is not None
     assert np.abs(found - expected).max() < (1e-3 if is_native else 0.3)
     assert np.abs(other - expected).max() > 1e-4, "bytes are not bfloat16"
 
@@ -40,7 +49,7 @@ def test_reuse_changes_no_bit_before_the_logits(dtype: str) -> None:
     config = quail.EngineConfig(
         dtype=dtype, answers="off", prefix_sharing="on", retention="keep", token_budget=512, kv_memory="64MiB"
     )
-    if not KernelChoice.of(config.kernels, "cpu", config.cache_path).multiplies:
+    if not here().multiplies:
         pytest.skip("products by torch round as their shapes have it")
     with quail.Session(config) as session:
         session.register("reviews", sample(40))

@@ -15,6 +15,7 @@ from quail.kernels.choice import KernelChoice
 from quail.kernels.interface import Kernels
 from quail.kernels.reference import TorchKernels
 from quail.models import self_check
+from tests.engine.kernel_sets import skip_without
 from tests.models.tiny import make_tiny
 
 CPU = torch.device("cpu")
@@ -54,6 +55,7 @@ def noisy_where_elements_differ(found: torch.Tensor) -> torch.Tensor:
 def test_this_machine_multiplies_rightly(dtype: torch.dtype, mode: str) -> None:
     cache = quail.EngineConfig().cache_path
     choice = KernelChoice.of(mode, "cpu", cache).compiled(mode)
+    skip_without(dtype, choice)
     assert self_check.fault_of_products(choice.kernels(dtype, CPU, 1), dtype, CPU) is None
 
 
