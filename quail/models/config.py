@@ -204,7 +204,7 @@ def _rope(
     frequencies = rope.inverse_frequencies(head_dim, base)
     if kind == "linear":
         factor = _number(scaling, "factor", where)
-        if not factor > 0:
+        if not rope.is_factor(factor):
             raise ModelError(f"{where}: the linear rope scaling has the factor {factor}")
         frequencies = rope.scale_linear(frequencies, factor)
     elif kind == "llama3":
@@ -228,7 +228,7 @@ def _llama3_scaling(
         high_freq_factor=_number(scaling, "high_freq_factor", where),
         original_context_tokens=_integer(scaling, original_name, where, default=original),
     )
-    if not (result.factor > 0 and 0 < result.low_freq_factor < result.high_freq_factor):
+    if not (rope.is_factor(result.factor) and 0 < result.low_freq_factor < result.high_freq_factor):
         raise ModelError(f"{where}: the llama3 rope scaling {reprlib.repr(scaling)} has factors out of order")
     return result
 

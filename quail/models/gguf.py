@@ -154,7 +154,7 @@ def _rope(keys: _Keys, file: GGUFFile, head_dim: int) -> tuple[float, tuple[floa
             hint="known: none, linear, and factors in the tensor rope_freqs.weight",
         )
     factor = keys.number("rope.scaling.factor", default=keys.number("rope.scale_linear", default=1.0))
-    if not factor > 0:
+    if not rope.is_factor(factor):
         raise ModelError(f"{keys.where}: the rope scaling factor is {factor}")
     if kind == "linear" or keys.get("rope.scaling.type") is None:
         frequencies = rope.scale_linear(frequencies, factor)
@@ -166,7 +166,7 @@ def _rope(keys: _Keys, file: GGUFFile, head_dim: int) -> tuple[float, tuple[floa
                 f"F32 [{head_dim // 2}] is needed"
             )
         values = _raw(file, factors, 0, 1).view("<f4").reshape(-1)
-        if not bool(np.all(np.isfinite(values) & (values > 0))):
+        if not bool(np.all(np.isfinite(values) & (values >= 1 / rope.MOST_STRETCHED))):
             raise ModelError(f"{keys.where}: rope_freqs.weight holds values that are not positive and finite")
         frequencies = rope.scale_by_factors(frequencies, values)
     return base, tuple(frequencies.tolist())

@@ -32,6 +32,15 @@ class Llama3Scaling:
     original_context_tokens: int
 
 
+MOST_STRETCHED = 2.0**20
+"""Most that a wavelength may be stretched or shortened by: a file with more is damaged, and angles overflow."""
+
+
+def is_factor(factor: float) -> bool:
+    """Whether wavelengths can be stretched by so much."""
+    return 1 / MOST_STRETCHED <= factor <= MOST_STRETCHED
+
+
 def inverse_frequencies(head_dim: int, base: float) -> Float32Array:
     """Angle per token of each of the `head_dim / 2` pairs: `base ** (-2 i / head_dim)`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

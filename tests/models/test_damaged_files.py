@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from quail.errors import ModelError
@@ -165,6 +165,8 @@ VALUES = st.one_of(
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
+@example(changes={"llama.rope.scaling.factor": 5.4e-42})
+@example(changes={"llama.rope.scaling.factor": 1e300})
 def test_any_metadata_is_understood_or_refused(changes: dict[str, object], gguf_file: Path) -> None:
     file = read_gguf_header(gguf_file)
     changed = replace(file, metadata={**file.metadata, **changes})
