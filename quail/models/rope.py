@@ -33,7 +33,7 @@ class Llama3Scaling:
 
 
 MOST_STRETCHED = 2.0**20
-"""Most that a wavelength may be stretched or shortened by: a file with more is damaged, and angles overflow."""
+"""Most that a wavelength may be stretched or shortened by; with more angles may overflow."""
 
 
 def is_factor(factor: float) -> bool:
