@@ -167,6 +167,7 @@ VALUES = st.one_of(
 @given(changes=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
 @example(changes={"llama.rope.scaling.factor": 5.4e-42})
 @example(changes={"llama.rope.scaling.factor": 1e300})
+@example(changes={"llama.rope.freq_base": 2e-306})
 def test_any_metadata_is_understood_or_refused(changes: dict[str, object], gguf_file: Path) -> None:
     file = read_gguf_header(gguf_file)
     changed = replace(file, metadata={**file.metadata, **changes})
