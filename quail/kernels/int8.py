@@ -47,9 +47,8 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     fitting = sizes.masked_fill(sizes > limit, 0.0).amax(dim=1, keepdim=True)
     fitting = torch.maximum(fitting, sizes.amax(dim=1, keepdim=True) / MOST_BYTES)
     step = torch.where(fitting < LEAST, 0.0, fitting / 127)
-    factor = (
-        torch.full_like(fitting, 127.0) / fitting
-    )  # `127 / fitting` would be 127 times a rounded reciprocal
+    # Divided as the compiled kernels do: `127 / fitting` would be 127 times a rounded reciprocal.
+    factor = torch.full_like(fitting, 127.0) / fitting
     steps = (x * torch.where(fitting < LEAST, 0.0, factor)).round()
     return torch.where(x.isfinite().all(dim=1, keepdim=True), steps * step, torch.nan)
 

@@ -199,7 +199,7 @@ def _rope(
         if _number(settings, "partial_rotary_factor", where, default=1.0) != 1.0:
             raise ModelError(f"{where}: partial_rotary_factor is not supported; every dimension is rotated")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not 1e-6 <= base <= 1e30 or not 2 <= head_dim <= _LARGEST["head_dim"]:
+    if not rope.is_base(base) or not 2 <= head_dim <= _LARGEST["head_dim"]:
         raise ModelError(f"{where}: rotary base {base} over {head_dim} dimensions makes no frequencies")
     frequencies = rope.inverse_frequencies(head_dim, base)
     if kind == "linear":

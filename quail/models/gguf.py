@@ -144,7 +144,7 @@ def _any_layer_has(file: GGUFFile, suffix: str) -> bool:
 
 def _rope(keys: _Keys, file: GGUFFile, head_dim: int) -> tuple[float, tuple[float, ...]]:
     base = keys.number("rope.freq_base", default=10000.0)
-    if not 1e-6 <= base <= 1e30 or not 2 <= head_dim <= 2**14:
+    if not rope.is_base(base) or not 2 <= head_dim <= 2**14:
         raise ModelError(f"{keys.where}: rotary base {base} over {head_dim} dimensions makes no frequencies")
     frequencies = rope.inverse_frequencies(head_dim, base)
     kind = keys.get("rope.scaling.type", "none")

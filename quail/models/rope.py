@@ -41,6 +41,11 @@ def is_factor(factor: float) -> bool:
     return 1 / MOST_STRETCHED <= factor <= MOST_STRETCHED
 
 
+def is_base(base: float) -> bool:
+    """Whether float32 holds the frequencies of a base."""
+    return 1e-6 <= base <= 1e30
+
+
 def inverse_frequencies(head_dim: int, base: float) -> Float32Array:
     """Angle per token of each of the `head_dim / 2` pairs: `base ** (-2 i / head_dim)`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

@@ -15,6 +15,7 @@ from quail.kernels.build import LEVELS, Level, Unavailable, level_of
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/engine/test_kernels.py",
+    "tests/engine/test_integer_products.py",
     "tests/engine/test_default_model.py::test_float32_answers_equal_transformers",
 )
 

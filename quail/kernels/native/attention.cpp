@@ -167,6 +167,14 @@ class Attention {
         return found;
     }
 
+    // `to`, with elements widened.
+    static const float* widened(const T* from, long count, float* to) {
+        long i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+        for (; i < count; ++i) to[i] = widen(from[i]);
+        return to;
+    }
+
     // Brings rows of keys side by side, in slices of (count, SLICE / ELEMENTS).
     void gather_keys(const T* const* rows, int count, float* to) const {
         if constexpr (PAIRS) {
@@ -184,11 +192,7 @@ class Attention {
         for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE) {
             const long dims = std::min<long>(SLICE, dim - slice);
             for (int key = 0; key < count; ++key) {
-                const T* from = rows[key] + slice;
-                float* place = to + key * SLICE;
-                long d = 0;
-                for (; d + LANES <= dims; d += LANES) store(place + d, load(from + d));
-                for (; d < dims; ++d) place[d] = widen(from[d]);
+                widened(rows[key] + slice, dims, to + key * SLICE);
             }
         }
     }
@@ -292,13 +296,6 @@ class Attention {
         s.turned.of(LANES * (dim + LANES));
     }
 
-    const float* widened(const T* from, float* to) const {
-        long d = 0;
-        for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
-        for (; d < dim; ++d) to[d] = widen(from[d]);
-        return to;
-    }
-
     // Queries as columns.
     void turn_queries(const Stack& stack, Scratch& s) const {
         float* turned = s.turned.of(0);
@@ -311,7 +308,7 @@ class Attention {
                 for (long d = 0; d < dim && later < stack.lanes; d += LINE / sizeof(T)) {
                     __builtin_prefetch(static_cast<const T*>(job.q) + stack.lane[later].query + d);
                 }
-                rows[r] = PAIRS ? reinterpret_cast<const float*>(query) : widened(query, turned + r * dim);
+                rows[r] = PAIRS ? reinterpret_cast<const float*>(query) : widened(query, dim, turned + r * dim);
             }
             transpose(rows, count, dim / ELEMENTS, stack.queries + first, stack.stride);
         }

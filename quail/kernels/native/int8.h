@@ -19,7 +19,7 @@ struct Int8 {
     static constexpr float MEANS_OF_A_BYTE = 4;  // magnitudes up to so many times the mean of a row fit into a byte,
     static constexpr float MORE_MEANS = 1.5;     // or so many times as much, and so on, until
     static constexpr long LEAST_OF_AN_OUTLIER = 96;  // no more than one element of so many does not
-    static constexpr float MOST_BYTES = 250;     // how many times that the largest element is, at most
+    static constexpr float MOST_BYTES = 250;         // how many times what fits the largest element is, at most
     static constexpr int ELEMENT_BYTES = 1;
     static constexpr int PARTS = RUN_WORDS / (RUN_STEPS / GROUP * LINE_WORDS);  // of a panel: a tile asks for one
 

@@ -11,10 +11,10 @@
 namespace quail {
 namespace {  // what several builds in a process must not share
 
-constexpr int LINE_WORDS = 16;        // of a line of the caches
-constexpr int GROUP = 4;              // words of a packed row that lie together
-constexpr float LEAST = 1e-30f;       // less counts as zero
-constexpr int PIECE = 2 * LANES;      // elements of bfloat16 in a register
+constexpr int LINE_WORDS = 16;   // of a line of the caches
+constexpr int GROUP = 4;         // words of a packed row that lie together
+constexpr float LEAST = 1e-30f;  // less counts as zero
+constexpr int PIECE = 2 * LANES;  // elements of bfloat16 in a register
 
 // The `rest` elements at x, at most a piece, and zeros behind them.
 inline __m512i piece_of(const bf16* x, long rest) {
