@@ -108,7 +108,7 @@ def test_two_real_engines_are_asked_the_same_and_say_the_same(
             for workload in workloads:
                 process.ask({"do": "forget"}, timeout_seconds=60)
                 if name == "quail":
-                    found[workload.name] = {name: run_statements(process, workload, 0)}
+                    found[workload.name] = {name: run_statements(name, process, workload, 0)}
                 else:
                     done = run_documents(name, process, workload, workload.documents, 0)
                     found[workload.name][name] = done

@@ -86,11 +86,11 @@ def test_partners_of_one_anchor_share_a_call(scattered):
     case = make_case(
         lengths, paged, [False] * 6, heads=9, kv_heads=3, head_dim=16, seed=5, scattered=scattered
     )
-    *tensors, segments, block_table = case
+    segments = case[5]
     segments.table_row[:] = [-1, 1, 1, 1, 4, 1]
     assert segments.with_history == ((1, 4), (4, 5), (5, 6))
-    expected, expected_lse = reference.attend(*tensors, segments, block_table, scale=0.25)
-    found, found_lse = attention.attend(*tensors, segments, block_table, scale=0.25)
+    expected, expected_lse = reference.attend(*case, scale=0.25)
+    found, found_lse = attention.attend(*case, scale=0.25)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(found_lse, expected_lse, atol=2e-5, rtol=1e-5)
 

@@ -153,10 +153,11 @@ def test_the_same_segments_with_another_table_are_another_pass(device):
             dtype=torch.bfloat16,
         )
         *tensors, segments, _ = case
+        q, k, v, k_pages, v_pages = (each.to(device) for each in tensors)
         for pages in ([0, 1], [2, 3]):
             table = BlockTable.of([pages])
-            found, _ = kernels.attend(*(each.to(device) for each in tensors), segments, table, scale=0.25)
-            expected, _ = reference.attend(*tensors, segments, table, scale=0.25)
+            found, _ = kernels.attend(q, k, v, k_pages, v_pages, segments, table, scale=0.25)
+            expected, _ = reference.attend(*case[:6], table, scale=0.25)
             torch.testing.assert_close(found.cpu().float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 

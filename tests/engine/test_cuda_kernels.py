@@ -238,8 +238,8 @@ def both(attend, device, made):
     for run, place in ((attend, device), (reference.attend, torch.device("cpu"))):
         there, held = heads.to(place), pages.to(place)
         num_q = heads.shape[1] - 2 * kv_heads
-        parts = there.split([num_q, kv_heads, kv_heads], dim=1)
-        out, lse = run(*parts, held[0], held[1], segments, table, scale=heads.shape[2] ** -0.5)
+        q, k, v = there.split([num_q, kv_heads, kv_heads], dim=1)
+        out, lse = run(q, k, v, held[0], held[1], segments, table, scale=heads.shape[2] ** -0.5)
         results += [out.cpu(), lse.cpu()]
     return results
 

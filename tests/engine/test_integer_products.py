@@ -252,7 +252,7 @@ def test_fused_steps_have_the_bits_of_steps_alone(integer, rows, width, threads)
             kernels.norm(hidden, draw(8, 96), 1e-5, out=normed)
             kernels.product(normed, qkv, bias, out=mixed.flatten(1))
             writes = PageWrites(kept, slots[kept], slots)
-            kernels.rotate(mixed, angles.cos(), angles.sin(), norms, 1e-5, *pages, writes)
+            kernels.rotate(mixed, angles.cos(), angles.sin(), norms, 1e-5, pages[0], pages[1], writes)
             assert not fused or not rows or torch.equal(hidden, draw(0, rows, 96)), "they wait"
         if fused:
             assert len(kernels.fused_seconds) == 6

@@ -131,7 +131,7 @@ lengths = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 def test_random_joins_never_read_wrong_kv(anchors, frames, partners, budget, spare, pool, wave, seed, depth):
     rng = np.random.default_rng(seed)
     documents = [[ids_of(rng, n, vocab=3) for n in group] for group in (anchors, frames, partners)]
-    pages = smallest(*documents, budget) + spare
+    pages = smallest(*documents, budget=budget) + spare
     driver = JoinDriver(
         *documents, pages=pages, budget=budget, wave=wave, pool_pages=min(pool, pages), depth=depth
     )
@@ -147,7 +147,7 @@ def test_every_tiny_join(depth):
     for number, (a, b, p, q) in enumerate(itertools.product((0, 1, 15, 16, 17), (1, 16), (1, 5), (3, 17))):
         documents = ([ids_of(rng, a), ids_of(rng, b)], [ids_of(rng, 4)], [ids_of(rng, p), ids_of(rng, q)])
         budget = (2, 8, 16, 64)[number % 4]
-        driver = JoinDriver(*documents, pages=smallest(*documents, budget), budget=budget, depth=depth)
+        driver = JoinDriver(*documents, pages=smallest(*documents, budget=budget), budget=budget, depth=depth)
         driver.run_stage(0, keep=False)
         driver.finish()
         assert len(driver.answers) == 4

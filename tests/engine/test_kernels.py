@@ -162,7 +162,9 @@ def test_attention_has_the_same_bits_where_a_part_was_computed_before(native, cu
     ) -> tuple[torch.Tensor, torch.Tensor]:
         starts, stops, paged, contexts = zip(*segments, strict=True)
         arrays = [np.array(each) for each in (starts, stops, [0] * len(starts), paged)]
-        return kernels.attend(q, k, v, k_pages, v_pages, Segments(*arrays, contexts), table, scale=dim**-0.5)
+        return kernels.attend(
+            q, k, v, k_pages, v_pages, Segments(*arrays, context=contexts), table, scale=dim**-0.5
+        )
 
     whole, whole_lse = attend(q, k, v, (0, rows, 0, ()))
     if place == "pages":
