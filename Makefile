@@ -29,7 +29,7 @@ sanitize: $(DEV)
 	CXX=g++ QUAIL_KERNELS=native ASAN_OPTIONS=detect_leaks=0 \
 	  QUAIL_KERNELS_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  $(BIN)/python -m pytest -q tests/engine/test_kernels.py tests/engine/test_integer_products.py --timeout 3600
+	  $(BIN)/python -m pytest -q tests/engine/test_kernels.py tests/engine/test_products.py --timeout 3600
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks

@@ -23,7 +23,7 @@ from quail.config import EngineConfig
 from quail.execution.asks import RunControl
 from quail.execution.runner import Engine
 from quail.execution.stages import compile_stage
-from quail.kernels.compiled import IntegerKernels
+from quail.kernels.compiled import PackedKernels
 from tests.engine.feeds import ChainFeed, question
 
 CHAPTERS = Path(__file__).parent.parent / "examples" / "data" / "chapters.parquet"
@@ -68,7 +68,7 @@ def run_seconds(engine: Engine, feed: ChainFeed) -> float:
 def product_share(engine: Engine, texts: list[str]) -> float:
     """Share of matrix products in the time of the passes of a first question."""
     decoder: Any = engine.model.decoder  # type: ignore[attr-defined]
-    if not isinstance(decoder.kernels, IntegerKernels):
+    if not isinstance(decoder.kernels, PackedKernels):
         return profiled_share(engine, texts)
     # Activation and residual add are fused into such products and count with them.
     with clocked(engine) as clocks:

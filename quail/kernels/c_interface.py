@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
 
 
 class Product(ctypes.Structure):
@@ -19,7 +20,7 @@ class Product(ctypes.Structure):
         ("out", c_void_p),
         ("out_stride", c_int64),
         ("ending", c_int32),
-        ("bits", c_int32),
+        ("format", c_int32),
         ("threads", c_int32),
     )
 
@@ -31,7 +32,7 @@ class Pack(ctypes.Structure):
         ("num_parts", c_int64),
         ("inner", c_int64),
         ("gated", c_int32),
-        ("bits", c_int32),
+        ("format", c_int32),
         ("threads", c_int32),
         ("packed", c_void_p),
         ("scales", c_void_p),
@@ -99,6 +100,15 @@ class Attend(ctypes.Structure):
 
 STORE, ADD, GATE = 0, 1, 2
 """How a product ends."""
+
+
+class Format(IntEnum):
+    """What a product brings rows and weights to. Numbers as in `native/products.h`."""
+
+    BFLOAT16 = 0
+    INT16 = 1
+    INT8 = 2
+
 
 STEPS = {"norm": 0, "product": 1, "rotate": 2}
 """Kernels that may be a step of several that run together, by their number there."""

@@ -143,13 +143,11 @@ class KernelChoice:
 
             found = Int8Kernels if is_int8 else TorchKernels
             return found(attention.attend if device.type == "cpu" else reference.attend)
-        from quail.kernels.compiled import IntegerKernels, NativeKernels
+        from quail.kernels.compiled import NativeKernels, PackedKernels
 
         assert not is_int8 or self.build.level.has_products, self.name
         if is_int8 or (dtype == torch.bfloat16 and self.multiplies):
-            return IntegerKernels(
-                self.build.path, torch.bfloat16, threads, self.name, bits=8 if is_int8 else 16
-            )
+            return PackedKernels(self.build.path, dtype, threads, self.name)
         return NativeKernels(self.build.path, dtype, threads, self.name)
 
 

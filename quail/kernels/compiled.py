@@ -24,6 +24,7 @@ from quail.kernels.c_interface import (
     STEPS,
     STORE,
     Attend,
+    Format,
     Fused,
     Gate,
     Job,
@@ -66,9 +67,17 @@ class _Library:
         self._lib.quail_panel_words.restype = c_int64
         self.digest = path.stem
 
-    def panel_words(self, inner: int, bits: int) -> int:
+    @property
+    def fastest_format(self) -> Format:
+        """Of bfloat16 products, on this processor."""
+        return Format(self._lib.quail_fastest_format())
+
+    def has_format(self, format: Format) -> bool:
+        return bool(self._lib.quail_has_format(c_int32(format)))
+
+    def panel_words(self, inner: int, format: Format) -> int:
         """Words of 4 bytes of a panel of packed weights."""
-        return int(self._lib.quail_panel_words(c_int64(inner), c_int32(bits)))
+        return int(self._lib.quail_panel_words(c_int64(inner), c_int32(format)))
 
     def call(self, kernel: str, job: ctypes.Structure) -> None:
         getattr(self._lib, f"quail_{kernel}")(ctypes.byref(job))
@@ -261,25 +270,41 @@ class NativeKernels(TorchKernels):
         return found
 
 
-class IntegerKernels(NativeKernels):
-    """Products compiled too, of bfloat16 rows and weights as integers.
+class PackedKernels(NativeKernels):
+    """Products compiled too, of bfloat16 rows with weights that are packed once, in one of three formats.
 
-    With 16 bits each column of weights is scaled by its largest element to 13 bits and a sign, each 192
-    neighbours of a row to 13 bits and a sign; sums of 192 products are exact, beyond that float32. That is
-    finer than bfloat16. With 8 bits it is coarser, as `int8.Int8Kernels` describes.
+    Elements of bfloat16 are multiplied as they are, in pairs, where processors do that as fast as pairs of
+    16-bit integers. Elsewhere they become such integers: each column of weights is scaled by its largest
+    element to 13 bits and a sign, each 192 neighbours of a row to 13 bits and a sign; sums of 192 products
+    are exact, beyond that float32. That is finer than bfloat16. 8-bit integers are coarser, as
+    `int8.Int8Kernels` describes.
 
     Kernels that treat every row alone may wait (`fused`) and go over a block of rows together.
 
     Args:
-        path, dtype, threads, name: as of `NativeKernels`.
-        bits: of the integers: 16 or 8.
+        path, threads, name: as of `NativeKernels`.
+        dtype: of products: bfloat16 or int8.
+        format: of bfloat16 products; without one what is fastest on this processor.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        ValueError: it does not multiply in the format.
     """
 
     def __init__(
-        self, path: Path, dtype: torch.dtype, threads: int, name: str = "native", bits: int = 16
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        threads: int,
+        name: str = "native",
+        format: Format | None = None,
     ) -> None:
-        super().__init__(path, dtype, threads, name)
-        self.bits = bits
+        super().__init__(path, torch.bfloat16, threads, name)
+        if dtype == torch.int8:
+            format = Format.INT8
+        self.format = self._library.fastest_format if format is None else format
+        if not self._library.has_format(self.format):
+            raise ValueError(f"{path.name} does not multiply in {self.format.name}")
         self._waiting: list[_Waiting] | None = None
         self.fused_seconds: list[float] = []
         """Of each step of the last `fused`, all threads together."""
@@ -331,7 +356,7 @@ class IntegerKernels(NativeKernels):
 
     @property
     def layout(self) -> str:
-        return f"int{self.bits}-{self._library.digest}"
+        return f"{self.format.name.lower()}-{self._library.digest}"
 
     def matrix(self, parts: Sequence[torch.Tensor]) -> Matrix:
         return self._packed(parts, sum(len(part) for part in parts), gated=False)
@@ -346,8 +371,8 @@ class IntegerKernels(NativeKernels):
         parts = [part.contiguous() for part in parts]
         width = library.panel_columns // 2 if gated else library.panel_columns
         num_panels = -(-columns // width)
-        data = torch.empty(num_panels, library.panel_words(inner, self.bits), dtype=torch.int32)
-        scales = torch.empty(num_panels * library.panel_columns) if self.bits == 16 else None
+        data = torch.empty(num_panels, library.panel_words(inner, self.format), dtype=torch.int32)
+        scales = torch.empty(num_panels * library.panel_columns) if self.format == Format.INT16 else None
         pointers = (c_void_p * len(parts))(*(library.pointer(part) for part in parts))
         rows = (c_int64 * len(parts))(*(len(part) for part in parts))
         library.call(
@@ -358,7 +383,7 @@ class IntegerKernels(NativeKernels):
                 num_parts=len(parts),
                 inner=inner,
                 gated=gated,
-                bits=self.bits,
+                format=self.format,
                 threads=library.threads,
                 packed=data.data_ptr(),
                 scales=None if scales is None else _floats(scales),
@@ -390,8 +415,8 @@ class IntegerKernels(NativeKernels):
         needed = matrix.columns * (2 if ending == GATE else 1)
         num_panels = -(-needed // self._library.panel_columns)
         assert out.shape == (rows, matrix.columns)
-        assert matrix.data.shape == (num_panels, self._library.panel_words(inner, self.bits))
-        assert (matrix.scales is None) == (self.bits == 8)
+        assert matrix.data.shape == (num_panels, self._library.panel_words(inner, self.format))
+        assert (matrix.scales is not None) == (self.format == Format.INT16)
         self._run(
             "product",
             Product(
@@ -406,7 +431,7 @@ class IntegerKernels(NativeKernels):
                 out=pointer,
                 out_stride=out.stride(0),
                 ending=ending,
-                bits=self.bits,
+                format=self.format,
                 threads=self._library.threads,
             ),
             x,

@@ -7,7 +7,10 @@ import torch
 
 from quail.config import EngineConfig
 from quail.kernels import reference
+from quail.kernels.build import Build
+from quail.kernels.c_interface import Format
 from quail.kernels.choice import KernelChoice
+from quail.kernels.compiled import PackedKernels
 from quail.kernels.cuda import Card, CudaKernels
 from quail.kernels.interface import Kernels
 from quail.kernels.reference import TorchKernels
@@ -23,15 +26,31 @@ def kernels_here(dtype: torch.dtype = torch.float32) -> Kernels:
     return choice.kernels(dtype, CPU, torch.get_num_threads())
 
 
-def native_kernels(dtype: torch.dtype, threads: int = 2) -> Kernels:
-    """The compiled kernels; skips the test where there are none, unless `QUAIL_KERNELS` is `native`."""
+def native_choice() -> tuple[KernelChoice, Build]:
+    """The compiled kernels' choice; skips the test where there are none, unless `QUAIL_KERNELS` is `native`."""
     config = EngineConfig()
     mode = "native" if config.kernels == "native" else "auto"
     choice = KernelChoice.of(mode, "cpu", config.cache_path).compiled(mode)
     if choice.build is None:
         pytest.skip(f"no native kernels here: {choice.reason}")
+    return choice, choice.build
+
+
+def native_kernels(dtype: torch.dtype, threads: int = 2) -> Kernels:
+    """The compiled kernels for a dtype; skips the test where there are none."""
+    choice, _ = native_choice()
     skip_without(dtype, choice)
     return choice.kernels(dtype, CPU, threads)
+
+
+def packed_kernels(format: Format, threads: int = 2) -> PackedKernels:
+    """The compiled kernels with products in a format, whatever is fastest; skips the test where there are none."""
+    _, build = native_choice()
+    dtype = torch.int8 if format == Format.INT8 else torch.bfloat16
+    try:
+        return PackedKernels(build.path, dtype, threads, format=format)
+    except ValueError as missing:
+        pytest.skip(str(missing))
 
 
 def skip_without(dtype: torch.dtype, choice: KernelChoice) -> None:

@@ -15,7 +15,7 @@ from quail.kernels.build import LEVELS, Level, Unavailable, level_of
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/engine/test_kernels.py",
-    "tests/engine/test_integer_products.py",
+    "tests/engine/test_products.py",
     "tests/engine/test_default_model.py::test_float32_answers_equal_transformers",
 )
 
@@ -56,7 +56,7 @@ def test_kernels_without_what_a_level_may_have_besides() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("wanted", ["0", "1"])
-def test_scores_by_pairs_of_bfloat16_and_without(wanted: str) -> None:
+def test_pairs_of_bfloat16_and_none(wanted: str) -> None:
     """Whichever this processor would not choose, too."""
     assert_tests_pass(os.environ | {"QUAIL_KERNELS_PAIRS": wanted})
 

@@ -244,17 +244,17 @@ def test_an_engine_boots_from_them_with_the_same_answers(
     expected = scores()
     (folder,) = (path for path in (tmp_path / "packed").iterdir() if path.is_dir())
     revision = load_model(settings["model"], dtype=torch.bfloat16, cache_dir=tmp_path).revision
-    assert folder.name.startswith(f"{revision}-bfloat16-int")
+    assert folder.name.startswith(f"{revision}-bfloat16-")
     about = json.loads((folder / "about.json").read_text())
     assert {name.partition(".")[2] for name in about["columns"]} == {"qkv", "out", "gate_up", "down"}
 
-    original, calls = compiled.IntegerKernels._packed, []
+    original, calls = compiled.PackedKernels._packed, []
 
     def counted(self: object, parts: list[torch.Tensor], *rest: object, **named: object) -> Matrix:
         calls.append(parts)
         return original(self, parts, *rest, **named)
 
-    monkeypatch.setattr(compiled.IntegerKernels, "_packed", counted)
+    monkeypatch.setattr(compiled.PackedKernels, "_packed", counted)
     assert scores() == expected
     assert len(calls) <= 4, "only the self-check packs"
     flip_a_byte(folder / "matrices.safetensors")

@@ -9,10 +9,10 @@
 // has the same bits whatever its neighbours are, and whether what it reads was computed before or in its own pass.
 
 #include <cmath>
-#include <cstdlib>
 #include <vector>
 
 #include "parallel.h"
+#include "processor.h"
 #include "window.h"
 
 using namespace quail;
@@ -120,10 +120,24 @@ struct Scratch {
     Room queries, out, largest, total, keys, values, weights, turned;
 };
 
-// With PAIRS the elements of queries and keys stay as they are, two side by side.
+// The elements of two rows in words, side by side; those of no second row are 0.
+void side_by_side(const bf16* low, const bf16* high, long count, float* to) {
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const Words above = high ? (Words)load(high + i) : Words{};
+        store(to + i, (Floats)((Words)load(low + i) >> 16 | above));
+    }
+    for (; i < count; ++i) {
+        const uint32_t word = low[i].bits | (high ? uint32_t(high[i].bits) << 16 : 0);
+        std::memcpy(to + i, &word, sizeof word);
+    }
+}
+
+// With PAIRS elements stay bfloat16, two side by side: of queries and keys two dimensions, of weights and values those
+// of two keys.
 template <class T, bool PAIRS>
 class Attention {
-    static constexpr int ELEMENTS = PAIRS ? 2 : 1;  // of a query or key in a word
+    static constexpr int ELEMENTS = PAIRS ? 2 : 1;  // in a word
 
     const QuailAttend& job;
     const long group, dim, slices;
@@ -175,24 +189,32 @@ class Attention {
         return to;
     }
 
-    // Brings rows of keys side by side, in slices of (count, SLICE / ELEMENTS).
+    // Brings rows of keys side by side, in slices of (count, SLICE / ELEMENTS) words.
     void gather_keys(const T* const* rows, int count, float* to) const {
-        if constexpr (PAIRS) {
-            for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE / ELEMENTS) {
-                const size_t size = std::min<long>(SLICE, dim - slice) * sizeof(T);
-                for (int key = 0; key < count; ++key) std::memcpy(to + key * SLICE / ELEMENTS, rows[key] + slice, size);
+        for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE / ELEMENTS) {
+            const long dims = std::min<long>(SLICE, dim - slice);
+            for (int key = 0; key < count; ++key) {
+                float* row = to + key * SLICE / ELEMENTS;
+                if constexpr (PAIRS) {
+                    std::memcpy(row, rows[key] + slice, dims * sizeof(T));
+                } else {
+                    widened(rows[key] + slice, dims, row);
+                }
             }
-        } else {
-            gather(rows, count, to);
         }
     }
 
-    // Brings rows of keys or values side by side, widened, in slices of (count, SLICE).
-    void gather(const T* const* rows, int count, float* to) const {
-        for (long slice = 0; slice < dim; slice += SLICE, to += KEYS * SLICE) {
+    // Brings rows of values side by side, in slices of (count / ELEMENTS, SLICE) words: with PAIRS those of two keys.
+    void gather_values(const T* const* rows, int count, float* to) const {
+        for (long slice = 0; slice < dim; slice += SLICE, to += KEYS / ELEMENTS * SLICE) {
             const long dims = std::min<long>(SLICE, dim - slice);
-            for (int key = 0; key < count; ++key) {
-                widened(rows[key] + slice, dims, to + key * SLICE);
+            for (int key = 0; key < count; key += ELEMENTS) {
+                float* row = to + key / ELEMENTS * SLICE;
+                if constexpr (PAIRS) {
+                    side_by_side(rows[key] + slice, key + 1 < count ? rows[key + 1] + slice : nullptr, dims, row);
+                } else {
+                    widened(rows[key] + slice, dims, row);
+                }
             }
         }
     }
@@ -217,17 +239,19 @@ class Attention {
             const int lane = begin + w * LANES;
             store(fade + w * LANES, weigh(stack, lane, end, least, most, first, weights + w * LANES));
         }
+        const long steps = (most + ELEMENTS - 1) / ELEMENTS;
         for (long slice = 0; slice < dim; slice += SLICE) {
             float* out = stack.out + slice * stack.stride + begin;
-            const float* value = values + slice * KEYS;
+            const float* value = values + slice * KEYS / ELEMENTS;
             for_tiles(std::min<long>(SLICE, dim - slice), wide, [&](int d, int high) {
-                value_tile(high, wide)(
-                    value + d, weights, most, out + d * stack.stride, stack.stride, fade, end - begin);
+                value_tile<PAIRS>(high, wide)(
+                    value + d, weights, steps, out + d * stack.stride, stack.stride, fade, end - begin);
             });
         }
     }
 
-    // Turns a vector of lanes' scores into weights; what the lanes had before is to be multiplied with the result.
+    // Turns a vector of lanes' scores into weights, with PAIRS those of two keys in a word. What the lanes had before is
+    // to be multiplied with the result.
     Floats weigh(const Stack& stack, int lane, int end, int least, int most, long first, float* scores) const {
         if (least < most) {
             Ints own;
@@ -252,10 +276,15 @@ class Attention {
         const Floats fade = exp2_of_negative(before - base);
         const Floats total_before = load(stack.total + lane);
         Floats total = total_before * fade;
-        for (int key = 0; key < most; ++key) {
-            const Floats each = exp2_of_negative(load(scores + key * WINDOW) * factor - base);
-            total += each;
-            store(scores + key * WINDOW, each);
+        const auto weight_of = [&](int key) {
+            const Floats found = exp2_of_negative(load(scores + key * WINDOW) * factor - base);
+            total += found;
+            return found;
+        };
+        for (int key = 0; key < most; key += ELEMENTS) {
+            Floats found = weight_of(key);
+            if constexpr (PAIRS) found = pairs_of<PAIRS>(found, key + 1 < most ? weight_of(key + 1) : Floats{});
+            store(scores + key / ELEMENTS * WINDOW, found);
         }
         store(stack.total + lane, there ? total : total_before);
         return fade;
@@ -322,7 +351,7 @@ class Attention {
         for (long begin = 0; begin + KEYS <= tokens; begin += KEYS) {
             find_history(block.segment, stack.head, begin, begin + KEYS, keys, values);
             gather_keys(keys, KEYS, s.keys.of(0));
-            gather(values, KEYS, s.values.of(0));
+            gather_values(values, KEYS, s.values.of(0));
             for (int lane = 0; lane < stack.lanes; lane += WINDOW) {
                 meet(stack, lane, std::min(stack.lanes, lane + WINDOW), KEYS, KEYS, 0, s);
             }
@@ -344,7 +373,7 @@ class Attention {
                     values[i] = row_of(job.v, job.v_stride, start + first + i, stack.head);
                 }
                 gather_keys(keys, count, s.keys.of(0));
-                gather(values, count, s.values.of(0));
+                gather_values(values, count, s.values.of(0));
                 for (int lane = span.begin; lane < span.end; lane += WINDOW) {
                     const int end = std::min(span.end, lane + WINDOW);
                     const int most = std::min<long>(count, stack.own[end - 1] + 1 - first);
@@ -406,15 +435,6 @@ class Attention {
         });
     }
 };
-
-#if defined(__AVX512BF16__)
-// Where processors add up products of pairs of bfloat16 as fast as those of float32, twice as many a second. AMD's do;
-// Intel's of the time of AVX-512 BF16 take twice as long for them. QUAIL_KERNELS_PAIRS of 0 or 1 decides otherwise.
-bool has_fast_pairs() {
-    static const char* const wanted = std::getenv("QUAIL_KERNELS_PAIRS");
-    return wanted && *wanted ? *wanted == '1' : bool(__builtin_cpu_is("amd"));
-}
-#endif
 
 }  // namespace
 

@@ -100,12 +100,7 @@ struct Int16 {
     static void to_integers(const bf16* x, long count, float factor, uint32_t* to, long stride) {
         const __m512 factors = _mm512_set1_ps(factor);
         for (long i = 0; i < count; i += PIECE, to += 4 * stride) {
-            const long rest = count - i;
-            const __m512i integers = rounded(piece_of(x + i, rest), factors);
-            store_group(to, _mm512_castsi512_si128(integers));
-            if (rest > 8) store_group(to + stride, _mm512_extracti32x4_epi32(integers, 1));
-            if (rest > 16) store_group(to + 2 * stride, _mm512_extracti32x4_epi32(integers, 2));
-            if (rest > 24) store_group(to + 3 * stride, _mm512_extracti32x4_epi32(integers, 3));
+            store_groups(to, stride, rounded(piece_of(x + i, count - i), factors), count - i);
         }
     }
 
@@ -133,7 +128,7 @@ struct Int16 {
         const uint32_t* next,
         float* c) {
         Ints left_total[sizeof...(R)] = {}, right_total[sizeof...(R)] = {};
-        add_steps<false>(rows, left_total, right_total, a, b, steps, next);
+        add_steps<AddShorts>(rows, left_total, right_total, a, b, steps, next);
         const auto add = [](float* to, Ints total, float scale) {
             const Floats found = __builtin_convertvector(total, Floats) * scale;
             store(to, BEGINS ? found : load(to) + found);

@@ -40,6 +40,7 @@ struct Int8 {
         std::vector<float> scales;  // of rows
         std::vector<Outlier> outliers;
         std::vector<long> ends;  // of a run's outliers, tile by tile
+        long num_outliers;
 
       public:
         Tiles tiles;
@@ -56,14 +57,16 @@ struct Int8 {
             runs = runs_of(inner);
             words.resize(std::max<size_t>(words.size(), num_rows * runs * RUN_STEPS));
             sums.resize(std::max<size_t>(sums.size(), num_rows * runs));
-            scales.resize(num_rows);
-            outliers.clear();
-            ends.clear();
+            scales.resize(std::max<size_t>(scales.size(), num_rows));
+            ends.resize(std::max<size_t>(ends.size(), tiles.tiles * runs));
             uint32_t* to = words.data();
             float* sum = sums.data();
+            long* end = ends.data();
+            num_outliers = 0;
             for (long tile = 0; tile < tiles.tiles; ++tile) {
                 const int height = tiles.height(tile);
                 const bf16* const from = x + tiles.begin(tile) * stride;
+                outliers.resize(std::max<size_t>(outliers.size(), num_outliers + height * runs * RUN + 1));
                 float factors[TILE_ROWS];
                 for (int r = 0; r < height; ++r) {
                     const bf16* row = from + r * stride;
@@ -77,7 +80,7 @@ struct Int8 {
                         const bf16* run = from + r * stride + i;
                         *sum++ = pack_run(run, std::min<long>(RUN, inner - i), factors[r], r, height, to + r * GROUP);
                     }
-                    ends.push_back(outliers.size());
+                    *end++ = num_outliers;
                 }
             }
         }
@@ -110,40 +113,42 @@ struct Int8 {
         static Below below_limit(const bf16* x, long inner, float limit) {
             uint32_t bits;
             std::memcpy(&bits, &limit, sizeof bits);
-            const __m512i limits = _mm512_set1_epi16(bits >> 16);
-            __m512i most = _mm512_setzero_si512();
-            long num_others = 0;
+            const __m512i limits = _mm512_set1_epi16(bits >> 16), ones = _mm512_set1_epi16(1);
+            __m512i most = _mm512_setzero_si512(), num_others = most;
             for (long i = 0; i < inner; i += PIECE) {
                 const __m512i piece = magnitudes(x + i, inner - i);
                 const __mmask32 is_above = _mm512_cmpgt_epu16_mask(piece, limits);
                 most = _mm512_mask_max_epu16(most, ~is_above, most, piece);
-                num_others += __builtin_popcount(is_above);
+                num_others = _mm512_mask_add_epi16(num_others, is_above, num_others, ones);
             }
-            return {largest_of(most), num_others};
+            return {largest_of(most), _mm512_reduce_add_epi32(_mm512_madd_epi16(num_others, ones))};
         }
 
         // Returns the sum of the integers.
         float pack_run(const bf16* x, long count, float factor, int row, int height, uint32_t* to) {
             const __m512 factors = _mm512_set1_ps(factor);
             const __m512i ones = _mm512_set1_epi16(1), half = _mm512_set1_epi16(128);
+            alignas(64) int16_t high_of[RUN];
             __m512i total = _mm512_setzero_si512();
+            uint64_t found = 0;
             for (long i = 0; i < RUN; i += PIECE, to += 2 * GROUP * height) {
                 const __m512i integers = rounded(piece_of(x + i, std::clamp<long>(count - i, 0, PIECE)), factors);
-                total = _mm512_add_epi32(total, _mm512_madd_epi16(integers, ones));
+                total = _mm512_dpwssd_epi32(total, integers, ones);
                 const __m256i low = _mm512_cvtepi16_epi8(integers);
                 store_group(to, _mm256_castsi256_si128(low));
                 store_group(to + GROUP * height, _mm256_extracti128_si256(low, 1));
                 const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(integers, half), 8);
-                uint32_t found = _mm512_test_epi16_mask(high, high);
-                if (!found) continue;
-                alignas(64) int16_t high_of[PIECE];
-                _mm512_store_si512(high_of, high);
-                for (; found; found &= found - 1) {
-                    const int place = __builtin_ctz(found);
-                    const uint32_t byte = uint8_t(high_of[place]);
-                    outliers.push_back({byte << (place % 4 * 8), uint16_t((i + place) / 4), uint16_t(row)});
-                }
+                _mm512_store_si512(high_of + i, high);
+                found |= uint64_t(_mm512_test_epi16_mask(high, high)) << i;
             }
+            // Most runs have one outlier or none: the first is written in either case, which saves a guess.
+            do {
+                const int place = __builtin_ctzll(found | 1ull << (RUN - 1));
+                const uint32_t byte = uint8_t(high_of[place]);
+                outliers[num_outliers] = {byte << (place % 4 * 8), uint16_t(place / 4), uint16_t(row)};
+                num_outliers += found != 0;
+                found &= found - 1;
+            } while (found);
             return float(_mm512_reduce_add_epi32(total));
         }
     };
@@ -198,7 +203,7 @@ struct Int8 {
         for (; outlier != end; ++outlier) {
             const uint32_t* step = run + outlier->step * PANEL;
             Ints left{}, right{};
-            add_word<true, true>(
+            AddBytes::itself(
                 left, right, _mm512_loadu_si512(step), _mm512_loadu_si512(step + LANES), &outlier->word);
             float* to = c + outlier->row * PANEL;
             store(to, __builtin_convertvector(left, Floats) * left_scale + load(to));
@@ -232,7 +237,7 @@ struct Int8 {
         const uint32_t* next,
         float* c) {
         Ints left_total[sizeof...(R)] = {}, right_total[sizeof...(R)] = {};
-        add_steps<true>(rows, left_total, right_total, a, b, RUN_STEPS, next);
+        add_steps<AddBytes>(rows, left_total, right_total, a, b, RUN_STEPS, next);
         const float* of_run = scales_of_run(b + RUN_STEPS * PANEL);
         const Floats left_scale = load(of_run), right_scale = load(of_run + LANES);
         const Floats left_least = load(of_run + PANEL), right_least = load(of_run + PANEL + LANES);

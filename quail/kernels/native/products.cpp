@@ -1,9 +1,9 @@
-// Products of bfloat16 rows with packed weights, by integers.
+// Products of bfloat16 rows with packed weights.
 //
 // Processors with AVX-512 VNNI multiply pairs of 16-bit integers and add them up in 32 bits at twice the rate of
-// float32 (on many of them bfloat16 products run at half of it), and fours of 8-bit integers at four times that rate. So
-// both sides are brought to fixed point, as `int16.h` and `int8.h` say. Every row is computed alone: its result does
-// not depend on the rows around it.
+// float32, and fours of 8-bit integers at four times that rate. Some do pairs of bfloat16 at twice the rate, too; where
+// they take longer, both sides are brought to fixed point. `bfloat16.h`, `int16.h` and `int8.h` say how. Every row is
+// computed alone: its result does not depend on the rows around it.
 
 #include "products.h"
 
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "processor.h"
 #include "tile.h"
 
 using namespace quail;
@@ -22,7 +23,8 @@ int64_t quail_panel_columns() { return PANEL; }
 
 #if !defined(__AVX512VNNI__)
 
-int32_t quail_has_products() { return 0; }
+int32_t quail_has_format(int32_t) { return 0; }
+int32_t quail_fastest_format() { return INT16; }
 int64_t quail_panel_words(int64_t, int32_t) { return 0; }
 void quail_pack(const QuailPack*) {}
 void quail_product(const QuailProduct*) {}
@@ -37,6 +39,7 @@ void quail::product_of_rows(const QuailProduct&, long, long) {}
 
 #else
 
+#include "bfloat16.h"
 #include "int16.h"
 #include "int8.h"
 
@@ -45,8 +48,6 @@ namespace {
 constexpr long BLOCK_BYTES = 768 << 10;  // packed rows of a block: they stay in the second-level cache
 
 enum Ending { STORE = 0, ADD = 1, GATE = 2 };
-
-long element_bytes(int bits) { return bits == 8 ? Int8::ELEMENT_BYTES : Int16::ELEMENT_BYTES; }
 
 // Asks for the lines that `finish` will add to: they come while the tile is computed.
 void expect_additions(const QuailProduct& job, long row, int rows, long panel) {
@@ -127,9 +128,29 @@ void multiply(const QuailProduct& job, long first, long last, long first_panel, 
     }
 }
 
-void multiply(const QuailProduct& job, long first, long last, long first_panel, long last_panel) {
-    const auto found = job.bits == 8 ? multiply<Int8> : multiply<Int16>;
-    found(job, first, last, first_panel, last_panel);
+// What there is of each format.
+struct Functions {
+    decltype(&multiply<Int16>) multiply;
+    decltype(&Int16::pack_panel) pack_panel;
+    decltype(&Int16::words_of_a_panel) words_of_a_panel;
+    long element_bytes;
+
+    template <class Format>
+    static constexpr Functions of() {
+        return {::multiply<Format>, Format::pack_panel, Format::words_of_a_panel, Format::ELEMENT_BYTES};
+    }
+};
+
+const Functions& functions_of(int format) {
+    static constexpr Functions FOUND[] = {
+#if defined(__AVX512BF16__)
+        Functions::of<Bfloat16>(),
+#else
+        {},
+#endif
+        Functions::of<Int16>(),
+        Functions::of<Int8>()};
+    return FOUND[format];
 }
 
 // How a product is cut into tasks: blocks of rows, and of panels where the rows alone are too few.
@@ -137,7 +158,8 @@ struct Cut {
     long row_blocks, column_blocks = 1;
 
     Cut(const QuailProduct& job, long panels) {
-        const long fitting = std::max<long>(TILE_ROWS, BLOCK_BYTES / (element_bytes(job.bits) * job.inner));
+        const long row_bytes = functions_of(job.format).element_bytes * job.inner;
+        const long fitting = std::max<long>(TILE_ROWS, BLOCK_BYTES / row_bytes);
         const long wanted = 2 * job.threads;
         row_blocks = (job.rows + fitting - 1) / fitting;
         if (job.threads == 1) return;
@@ -150,11 +172,9 @@ struct Cut {
 
 extern "C" {
 
-int32_t quail_has_products() { return 1; }
-
-int64_t quail_panel_words(int64_t inner, int32_t bits) {
-    return bits == 8 ? Int8::words_of_a_panel(inner) : Int16::words_of_a_panel(inner);
-}
+int32_t quail_has_format(int32_t format) { return functions_of(format).multiply != nullptr; }
+int32_t quail_fastest_format() { return has_fast_pairs() ? BFLOAT16 : INT16; }
+int64_t quail_panel_words(int64_t inner, int32_t format) { return functions_of(format).words_of_a_panel(inner); }
 
 void quail_pack(const QuailPack* job) {
     const long inner = job->inner;
@@ -169,8 +189,8 @@ void quail_pack(const QuailPack* job) {
     };
     const long half = columns / 2;
     const long panels = job->gated ? (half + LANES - 1) / LANES : (columns + PANEL - 1) / PANEL;
-    const auto pack_panel = job->bits == 8 ? Int8::pack_panel : Int16::pack_panel;
-    const long panel_words = quail_panel_words(inner, job->bits);
+    const Functions& format = functions_of(job->format);
+    const long panel_words = format.words_of_a_panel(inner);
     parallel(job->threads, panels, [&](long panel) {
         const bf16* picked[2][LANES];
         for (int side = 0; side < 2; ++side) {
@@ -181,7 +201,7 @@ void quail_pack(const QuailPack* job) {
             }
         }
         uint32_t* to = static_cast<uint32_t*>(job->packed) + panel * panel_words;
-        pack_panel(picked, inner, to, job->scales ? job->scales + panel * PANEL : nullptr);
+        format.pack_panel(picked, inner, to, job->scales ? job->scales + panel * PANEL : nullptr);
     });
 }
 
@@ -191,7 +211,7 @@ void quail_product(const QuailProduct* job) {
     const Cut cut(*job, panels);
     parallel(job->threads, cut.row_blocks * cut.column_blocks, [&](long task) {
         const long block = task / cut.column_blocks, part = task % cut.column_blocks;
-        multiply(
+        functions_of(job->format).multiply(
             *job,
             job->rows * block / cut.row_blocks,
             job->rows * (block + 1) / cut.row_blocks,
@@ -203,7 +223,7 @@ void quail_product(const QuailProduct* job) {
 }  // extern "C"
 
 void quail::product_of_rows(const QuailProduct& job, long first, long last) {
-    multiply(job, first, last, 0, panels_of(job));
+    functions_of(job.format).multiply(job, first, last, 0, panels_of(job));
 }
 
 #endif

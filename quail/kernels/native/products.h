@@ -1,9 +1,12 @@
-// Products of bfloat16 rows with packed weights, by integers: the C interface.
+// Products of bfloat16 rows with packed weights: the C interface.
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
+
+// What rows and weights are brought to. Each has a header of its own.
+enum QuailFormat { BFLOAT16 = 0, INT16 = 1, INT8 = 2 };
 
 // One product. Strides in elements. `out` holds float32 where added to, else bfloat16.
 struct QuailProduct {
@@ -12,13 +15,13 @@ struct QuailProduct {
     int64_t rows;
     int64_t inner;
     const void* packed;   // from quail_pack
-    const float* scales;  // from quail_pack, null with 8 bits
+    const float* scales;  // from quail_pack, null but for INT16
     int64_t columns;      // of out
     const float* bias;    // (columns,) or null
     void* out;            // (rows, columns)
     int64_t out_stride;
     int32_t ending;  // 0 store, 1 add, 2 silu(gate) * up
-    int32_t bits;    // of the integers: 16 or 8
+    int32_t format;  // of QuailFormat
     int32_t threads;
 };
 
@@ -29,15 +32,16 @@ struct QuailPack {
     int64_t num_parts;
     int64_t inner;
     int32_t gated;
-    int32_t bits;  // of the integers: 16 or 8
+    int32_t format;  // of QuailFormat
     int32_t threads;
     void* packed;   // whole panels of quail_panel_columns() columns, quail_panel_words() words of 4 bytes each
-    float* scales;  // one a column of those panels; null with 8 bits, whose scales lie among the integers
+    float* scales;  // INT16: one a column of those panels; else null
 };
 
 int64_t quail_panel_columns();
-int64_t quail_panel_words(int64_t inner, int32_t bits);
-int32_t quail_has_products();  // whether this build multiplies; otherwise pack and product do nothing
+int64_t quail_panel_words(int64_t inner, int32_t format);
+int32_t quail_has_format(int32_t format);  // whether this build multiplies in it; otherwise pack and product do nothing
+int32_t quail_fastest_format();            // of bfloat16 products, on this processor
 
 void quail_pack(const QuailPack*);
 void quail_product(const QuailProduct*);

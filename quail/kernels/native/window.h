@@ -42,20 +42,20 @@ void score(const float* keys, const float* queries, long stride, long steps, flo
     }
 }
 
-// out[dim, 0:WIDE vectors] = out * fade + values times weights, over keys; dimensions are the tile's rows. Lanes
-// from `lanes` on are left as they are.
+// out[dim, 0:WIDE vectors] = out * fade + values times weights, over keys, one by one or in PAIRS; dimensions are the
+// tile's rows. Lanes from `lanes` on are left as they are.
 using ValueTile = void (*)(const float*, const float*, long, float*, long, const float*, int);
 
-template <int HIGH, int WIDE>
+template <bool PAIRS, int HIGH, int WIDE>
 void add_values(
-    const float* values, const float* weights, long keys, float* out, long stride, const float* fade, int lanes) {
+    const float* values, const float* weights, long steps, float* out, long stride, const float* fade, int lanes) {
     Floats total[HIGH][WIDE];
 #pragma GCC unroll 16
     for (int r = 0; r < HIGH; ++r) {
 #pragma GCC unroll 3
         for (int w = 0; w < WIDE; ++w) total[r][w] = load(out + r * stride + w * LANES) * load(fade + w * LANES);
     }
-    add_products<1, SLICE>(total, values, weights, WINDOW, keys);
+    add_products<1, SLICE, PAIRS>(total, values, weights, WINDOW, steps);
     const Ints last = lane_numbers() < lanes - (WIDE - 1) * LANES;
 #pragma GCC unroll 16
     for (int r = 0; r < HIGH; ++r) {
@@ -73,9 +73,9 @@ ScoreTile score_tile(int high, std::integer_sequence<int, HIGH_LESS_1...>) {
     return tiles[high - 1];
 }
 
-template <int WIDE, int... HIGH_LESS_1>
+template <bool PAIRS, int WIDE, int... HIGH_LESS_1>
 ValueTile value_tile(int high, std::integer_sequence<int, HIGH_LESS_1...>) {
-    static constexpr ValueTile tiles[] = {add_values<HIGH_LESS_1 + 1, WIDE>...};
+    static constexpr ValueTile tiles[] = {add_values<PAIRS, HIGH_LESS_1 + 1, WIDE>...};
     return tiles[high - 1];
 }
 
@@ -88,9 +88,10 @@ ScoreTile score_tile(int high, int wide) {
     return wide == 2 ? score_tile<PAIRS, 2>(high, Heights<2>()) : score_tile<PAIRS, 3>(high, Heights<3>());
 }
 
-inline ValueTile value_tile(int high, int wide) {
-    if (wide == 1) return value_tile<1>(high, Heights<1>());
-    return wide == 2 ? value_tile<2>(high, Heights<2>()) : value_tile<3>(high, Heights<3>());
+template <bool PAIRS>
+ValueTile value_tile(int high, int wide) {
+    if (wide == 1) return value_tile<PAIRS, 1>(high, Heights<1>());
+    return wide == 2 ? value_tile<PAIRS, 2>(high, Heights<2>()) : value_tile<PAIRS, 3>(high, Heights<3>());
 }
 
 // Calls body(begin, high) for tiles of `wide` vectors that make up `rows` rows, about equally high.
