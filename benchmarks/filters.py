@@ -151,7 +151,8 @@ def measure(*, num_documents: int, num_rounds: int) -> list[Line]:
     for text in sample:
         ids, _ = engine.tokenizer.encode_plain([text])
         prompts += [np.concatenate([engine.pieces.prefix, ids, stage.tail]) for stage in stages]
-    oracle = transformers_model(engine.model.decoder.dtype)
+    decoder: Any = engine.model.decoder  # type: ignore[attr-defined]
+    oracle = transformers_model(decoder.dtype)
     run_seconds(engine, ChainFeed(texts[:8], 2))
     transformers_seconds(oracle, prompts[:2])
     shares, seconds, peers, boots = [], [], [], []

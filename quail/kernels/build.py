@@ -31,6 +31,9 @@ MORE_OPTIONS = "QUAIL_KERNELS_CXXFLAGS"
 BEST_LEVEL = "QUAIL_KERNELS_LEVEL"
 """Environment variable with the name of the best of `LEVELS` to compile for, where the processor has more."""
 
+PAIRS = "QUAIL_KERNELS_PAIRS"
+"""Environment variable of 0 or 1: whether pairs of bfloat16 count as fast, whatever the processor is."""
+
 _CPUINFO = Path("/proc/cpuinfo")
 _REFUSED = "did not compile them"
 _TRY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).quail_check())"
@@ -45,12 +48,14 @@ class Level:
         flags: what /proc/cpuinfo must list.
         has_products: whether the library multiplies matrices there.
         extras: flags that are used where the processor has them and the compiler knows them.
+        has_fast_pairs: whether it adds up products of pairs of bfloat16 as fast as those of 16-bit integers.
     """
 
     name: str
     flags: tuple[str, ...]
     has_products: bool = False
     extras: tuple[str, ...] = ()
+    has_fast_pairs: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -60,7 +65,7 @@ class Level:
     @property
     def extra_options(self) -> tuple[str, ...]:
         """Of a compiler that knows them."""
-        return _options_of(self.extras)
+        return _options_of(self.extras) + ("-DQUAIL_FAST_PAIRS",) * self.has_fast_pairs
 
 
 def _options_of(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -83,6 +88,9 @@ class Unavailable(Exception):
 def level_of(cpuinfo: Path = _CPUINFO) -> Level:
     """The best level of this processor, or below the one that `QUAIL_KERNELS_LEVEL` names.
 
+    Pairs of bfloat16 are fast on AMD's processors that have them. Intel's of the time of AVX-512 BF16 take
+    twice as long for them as for float32.
+
     Raises:
         Unavailable: not a processor that the kernels know, or no such level.
     """
@@ -98,9 +106,13 @@ def level_of(cpuinfo: Path = _CPUINFO) -> Level:
     if best not in names:
         known = ", ".join(level.name for level in LEVELS)
         raise Unavailable(f"{BEST_LEVEL} is {best!r}; there are {known}")
+    pairs = os.environ.get(PAIRS, "").strip() or str(int(any("AuthenticAMD" in line for line in lines)))
+    if pairs not in ("0", "1"):
+        raise Unavailable(f"{PAIRS} is {pairs!r}; it may be 0 or 1")
     for level in LEVELS[names.index(best) :]:
         if found.issuperset(level.flags):
-            return replace(level, extras=tuple(flag for flag in level.extras if flag in found))
+            extras = tuple(flag for flag in level.extras if flag in found)
+            return replace(level, extras=extras, has_fast_pairs=pairs == "1" and "avx512_bf16" in extras)
     raise Unavailable("the processor has no AVX2")
 
 
@@ -148,7 +160,7 @@ class Build:
         """
         level, cxx = level_of(), compiler()
         status = cxx.stat()
-        options = [*level.options, *level.extra_options, *_options()]
+        options = [*level.options, *level.extra_options, *OPTIONS, *cls.more_options()]
         parts = [str(cxx), str(status.st_size), str(status.st_mtime_ns), *options]
         digest = hashlib.sha256("\0".join(parts).encode())
         for source in sorted(SOURCES.iterdir()):
@@ -198,7 +210,7 @@ class Build:
 
     def _command(self, extra_options: tuple[str, ...], name: str) -> list[str]:
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
-        options = [*self.level.options, *extra_options, *_options()]
+        options = [*self.level.options, *extra_options, *OPTIONS, *self.more_options()]
         return [str(self.compiler), *options, *sources, "-o", name, "-ldl"]
 
     def _run(self, command: list[str], fault: str, preloaded: str = "") -> None:
@@ -234,13 +246,14 @@ class Build:
         self._failure.write_text(reason)
         raise Unavailable(reason)
 
+    @staticmethod
+    def more_options() -> list[str]:
+        """Of the compiler, from `QUAIL_KERNELS_CXXFLAGS`."""
+        return shlex.split(os.environ.get(MORE_OPTIONS, ""))
+
     @property
     def _failure(self) -> Path:
         return self.path.with_suffix(".failed")
-
-
-def _options() -> list[str]:
-    return [*OPTIONS, *shlex.split(os.environ.get(MORE_OPTIONS, ""))]
 
 
 @contextlib.contextmanager

@@ -115,7 +115,8 @@ class KernelChoice:
             return f"{self.name} ({rows}; attention: {self.card.paths(self.attention)})"
         if self.build is None:
             return f"reference ({self.reason})"
-        products = "products of bfloat16 included" if self.multiplies else "products by torch"
+        way = "in pairs" if self.build.level.has_fast_pairs else "in 16-bit integers"
+        products = f"products of bfloat16 {way}" if self.multiplies else "products by torch"
         if self.build.level.has_products and not self.multiplies:
             products += ", of int8 here"
         return f"{self.name} ({products}; compiled by {self.build.compiler})"
@@ -143,11 +144,12 @@ class KernelChoice:
 
             found = Int8Kernels if is_int8 else TorchKernels
             return found(attention.attend if device.type == "cpu" else reference.attend)
+        from quail.kernels.c_interface import Format
         from quail.kernels.compiled import NativeKernels, PackedKernels
 
         assert not is_int8 or self.build.level.has_products, self.name
         if is_int8 or (dtype == torch.bfloat16 and self.multiplies):
-            return PackedKernels(self.build.path, dtype, threads, self.name)
+            return PackedKernels(self.build.path, threads, self.name, Format.INT8 if is_int8 else None)
         return NativeKernels(self.build.path, dtype, threads, self.name)
 
 

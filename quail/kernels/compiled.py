@@ -283,8 +283,7 @@ class PackedKernels(NativeKernels):
 
     Args:
         path, threads, name: as of `NativeKernels`.
-        dtype: of products: bfloat16 or int8.
-        format: of bfloat16 products; without one what is fastest on this processor.
+        format: of products; without one what is fastest on this processor and no coarser than bfloat16.
 
     Raises:
         OSError: the library cannot be loaded.
@@ -294,14 +293,11 @@ class PackedKernels(NativeKernels):
     def __init__(
         self,
         path: Path,
-        dtype: torch.dtype,
         threads: int,
         name: str = "native",
         format: Format | None = None,
     ) -> None:
         super().__init__(path, torch.bfloat16, threads, name)
-        if dtype == torch.int8:
-            format = Format.INT8
         self.format = self._library.fastest_format if format is None else format
         if not self._library.has_format(self.format):
             raise ValueError(f"{path.name} does not multiply in {self.format.name}")

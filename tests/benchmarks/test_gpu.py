@@ -12,6 +12,8 @@ import torch
 from benchmarks import gpu
 from benchmarks.__main__ import main
 from quail.config import EngineConfig
+from quail.models.config import config_from_hf
+from quail.models.weights import tensor_shapes
 
 TINY = {
     "tiny": {
@@ -42,8 +44,8 @@ def test_without_a_card_it_says_so_and_ends_well(
 
 def test_the_shapes_are_those_of_their_names() -> None:
     for name, fields in gpu.SHAPES.items():
-        config = gpu.config_from_hf({**gpu.QWEN3, **fields}, name)
-        num_weights = sum(torch.Size(shape).numel() for shape in gpu.tensor_shapes(config).values())
+        config = config_from_hf({**gpu.QWEN3, **fields}, name)
+        num_weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
         assert num_weights == pytest.approx(float(name[:-1]) * 1e9, rel=0.03)
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import quail
 from quail import ConfigError, EngineConfig, PlanError, cli, layouts
 from quail.execution.runner import Engine
 from quail.layouts import Rows, area_under_roc, measure_layouts
@@ -95,7 +96,7 @@ def test_words_by_default(data: str) -> None:
 
 def test_the_choice_of_rows_follows_the_seed(data: str) -> None:
     def texts(seed: int) -> list[str]:
-        with layouts.Session() as session:
+        with quail.Session() as session:
             session.register("labelled", data)
             return layouts._chosen(session, Rows(data, "praise", num_rows=3, seed=seed))[0]
 

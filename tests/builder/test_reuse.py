@@ -31,9 +31,7 @@ def texts(count: int, length: int, seed: int) -> list[str]:
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> TinyEngine:
     folder = make_tiny(tmp_path_factory.mktemp("model"), "llama", seed=7, context=512)
-    engine = TinyEngine(folder, tmp_path_factory.mktemp("cache"))
-    engine.folder = folder
-    return engine
+    return TinyEngine(folder, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

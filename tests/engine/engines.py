@@ -45,6 +45,7 @@ class TinyEngine:
     def __init__(
         self, folder: Path | str, cache: Path, dtype=torch.float32, layout: str = "completion"
     ) -> None:
+        self.folder = folder
         self.loaded: LoadedModel = load_model(str(folder), dtype=dtype, cache_dir=cache)
         weights = {name: tensor.clone() for name, tensor in self.loaded.weights.items()}
         self.decoder = Decoder(self.loaded.config, dict(weights), kernels_here(dtype))

@@ -86,7 +86,7 @@ def test_partners_of_one_anchor_share_a_call(scattered):
     case = make_case(
         lengths, paged, [False] * 6, heads=9, kv_heads=3, head_dim=16, seed=5, scattered=scattered
     )
-    segments = case[5]
+    *_, segments, _ = case
     segments.table_row[:] = [-1, 1, 1, 1, 4, 1]
     assert segments.with_history == ((1, 4), (4, 5), (5, 6))
     expected, expected_lse = reference.attend(*case, scale=0.25)

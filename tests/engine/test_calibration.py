@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,8 @@ def test_labels_are_calibrated_in_log_space_and_renormalized(engine):
     engine.run((call,), feed)
     shifted = np.exp(logits - logits.mean(axis=0))
     expected = shifted / shifted.sum(axis=1, keepdims=True)
-    found = np.array([[share for _, share in feed.answers[0][row]] for row in range(12)])
+    answers: Any = feed.answers[0]
+    found = np.array([[share for _, share in answers[row]] for row in range(12)])
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 

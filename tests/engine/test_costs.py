@@ -16,6 +16,7 @@ from quail.cost.roofline import Rates, row_bytes_per_token, seconds
 from quail.cost.work import Work
 from quail.kernels import attention
 from quail.kernels.choice import KernelChoice
+from quail.kernels.compiled import NativeKernels
 from quail.kernels.reference import TorchKernels
 from quail.kv.prefix_sharing import PrefixTree
 from quail.planner.estimate import DocumentCounts, QuestionCount, forecast_tokens, until_row_limit
@@ -68,6 +69,7 @@ def test_rates_of_another_build_of_the_kernels_do_not_count(tmp_path, monkeypatc
     assert device.kept_rates(tmp_path, "float32", kernels.name) is None
     choice = KernelChoice.of("auto", "cpu", EngineConfig().cache_path)
     assert choice.version == kernels.version
+    assert isinstance(kernels, NativeKernels)
     monkeypatch.setattr(kernels._library, "digest", "of another build")
     assert device.known_rates(torch.device("cpu"), torch.float32, tmp_path, kernels) is None
 

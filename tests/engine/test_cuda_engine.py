@@ -261,7 +261,7 @@ def triton_rows():
 
 def with_card(monkeypatch, capability=(9, 0)):
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(choices, "_fault_of_triton", choices._fault_of_triton.__wrapped__)  # asked anew
     monkeypatch.setattr("quail.kernels.triton_rows.launch", lambda device: None)
 
@@ -328,6 +328,7 @@ def test_triton_that_cannot_compile_is_as_good_as_none(tmp_path, monkeypatch, er
     assert choice.description.startswith("cuda torch (by torch, since Triton cannot launch a kernel: ")
     assert said in choice.description and "\n" not in choice.description
     kernels = choice.kernels(torch.bfloat16, torch.device("cpu"), 1)
+    assert isinstance(kernels, cuda.CudaKernels)
     assert kernels._rows is None and kernels.attention_path(64) == "gathered"
     with pytest.raises(ConfigError, match="'native', but there are none here: Triton cannot launch a kernel"):
         KernelChoice.of("native", "cuda", tmp_path)

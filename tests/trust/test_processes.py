@@ -79,11 +79,11 @@ class TestFork:
 
         def fork(progress: Any) -> None:
             if not found:
-                found.append(in_child(session.sql("SELECT 1").run))
+                found.append(in_child(own.sql("SELECT 1").run))
 
-        with quail.Session(engine=StubEngine(lambda call, arguments: True)) as session:
-            session.register("docs", ROWS)
-            assert session.sql(COUNT).run(progress=fork).fetchall() == [(50,)]
+        with quail.Session(engine=StubEngine(lambda call, arguments: True)) as own:
+            own.register("docs", ROWS)
+            assert own.sql(COUNT).run(progress=fork).fetchall() == [(50,)]
         assert found[0][0] == "QuailError"
 
     def test_a_session_of_the_child_works(self, session: quail.Session) -> None:

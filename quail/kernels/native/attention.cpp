@@ -6,13 +6,13 @@
 // softmax runs along: a row keeps its largest score, the sum of its weights and its weighted values so far, and
 // scales them down when a larger score comes (online softmax, arXiv:1805.02867; blocks as in FlashAttention,
 // arXiv:2205.14135). What a row reads is cut into blocks from its first token on, wherever that lies. So a row's result
-// has the same bits whatever its neighbours are, and whether what it reads was computed before or in its own pass.
+// has the same bits whatever its neighbours are, and whether what it reads was computed before or in its own pass. That
+// is where all values are finite: a weight of 0 times infinity is NaN.
 
 #include <cmath>
 #include <vector>
 
 #include "parallel.h"
-#include "processor.h"
 #include "window.h"
 
 using namespace quail;
@@ -133,8 +133,23 @@ void side_by_side(const bf16* low, const bf16* high, long count, float* to) {
     }
 }
 
-// With PAIRS elements stay bfloat16, two side by side: of queries and keys two dimensions, of weights and values those
-// of two keys.
+// Two vectors rounded to bfloat16, lane by lane side by side in words.
+template <bool PAIRS>
+Floats side_by_side(Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    const __m512i places = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+        16, 0);
+    return (Floats)_mm512_permutexvar_epi16(places, halves);
+#else
+    static_assert(!PAIRS, "needs AVX-512 BF16");
+    return low;
+#endif
+}
+
+// With PAIRS elements are bfloat16, two side by side: of queries and keys two dimensions, of weights and values those
+// of two keys. Weights are rounded to it; their sum is not.
 template <class T, bool PAIRS>
 class Attention {
     static constexpr int ELEMENTS = PAIRS ? 2 : 1;  // in a word
@@ -250,8 +265,8 @@ class Attention {
         }
     }
 
-    // Turns a vector of lanes' scores into weights, with PAIRS those of two keys in a word. What the lanes had before is
-    // to be multiplied with the result.
+    // Turns a vector of lanes' scores into weights, with PAIRS those of two keys in a word. What the lanes had before
+    // is to be multiplied with the result.
     Floats weigh(const Stack& stack, int lane, int end, int least, int most, long first, float* scores) const {
         if (least < most) {
             Ints own;
@@ -283,7 +298,7 @@ class Attention {
         };
         for (int key = 0; key < most; key += ELEMENTS) {
             Floats found = weight_of(key);
-            if constexpr (PAIRS) found = pairs_of<PAIRS>(found, key + 1 < most ? weight_of(key + 1) : Floats{});
+            if constexpr (PAIRS) found = side_by_side<PAIRS>(found, key + 1 < most ? weight_of(key + 1) : Floats{});
             store(scores + key / ELEMENTS * WINDOW, found);
         }
         store(stack.total + lane, there ? total : total_before);
@@ -444,7 +459,7 @@ void quail_attend_float32(const QuailAttend* job) { Attention<float, false>(*job
 
 void quail_attend_bfloat16(const QuailAttend* job) {
 #if defined(__AVX512BF16__)
-    if (has_fast_pairs() && job->head_dim % 2 == 0) return Attention<bf16, true>(*job).run();
+    if (FAST_PAIRS && job->head_dim % 2 == 0) return Attention<bf16, true>(*job).run();
 #endif
     Attention<bf16, false>(*job).run();
 }

@@ -9,13 +9,7 @@
 namespace quail {
 namespace {  // what several builds in a process must not share
 
-struct Bfloat16 {
-    static constexpr int ELEMENT_BYTES = 2;
-    static constexpr int PARTS = GROUP * PANEL / LINE_WORDS;  // of a panel: a tile asks for one
-
-    static long steps_of(long inner) { return (inner + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
-    static long words_of_a_panel(long inner) { return steps_of(inner) * PANEL; }
-
+struct Bfloat16 : TwoBytes {
     // Rows tile by tile, and of those a group of each row after the other.
     class Rows {
         std::vector<uint32_t> words;
@@ -31,11 +25,11 @@ struct Bfloat16 {
             tiles = Tiles(num_rows);
             steps = steps_of(inner);
             words.resize(std::max<size_t>(words.size(), num_rows * steps));
-            uint32_t* to = words.data();
-            for (long tile = 0; tile < tiles.tiles; ++tile, to += tiles.height(tile - 1) * steps) {
+            for (long tile = 0; tile < tiles.tiles; ++tile) {
                 const int height = tiles.height(tile);
                 const bf16* from = x + tiles.begin(tile) * stride;
-                for (int r = 0; r < height; ++r, from += stride) group(from, inner, to + r * GROUP, height * GROUP);
+                uint32_t* to = words.data() + tiles.begin(tile) * steps;
+                for (int r = 0; r < height; ++r, from += stride) to_groups(from, inner, to + r * GROUP, height * GROUP);
             }
         }
     };
@@ -44,7 +38,7 @@ struct Bfloat16 {
     // each group of steps.
     template <int ROWS>
     static void tile(const Rows& packed, long tile, const uint32_t* b, const uint32_t* next, float* c) {
-        tile_of_rows(std::make_integer_sequence<int, ROWS>(), packed.words_of(tile), b, packed.steps, next, c);
+        add_rows(std::make_integer_sequence<int, ROWS>(), packed.words_of(tile), b, packed.steps, next, c);
     }
 
     // Columns side by side; null ones are zeros.
@@ -56,7 +50,7 @@ struct Bfloat16 {
             for (int lane = 0; lane < LANES; ++lane) {
                 if (!columns[side][lane]) continue;
                 uint32_t* row = words.data() + lane * steps;
-                group(columns[side][lane], inner, row, GROUP);
+                to_groups(columns[side][lane], inner, row, GROUP);
                 rows[lane] = row;
             }
             transpose_words(rows, LANES, steps, to + side * LANES, PANEL);
@@ -65,14 +59,14 @@ struct Bfloat16 {
 
   private:
     // Writes x, GROUP pairs at a time: `stride` words from one group to the next, zeros behind the last.
-    static void group(const bf16* x, long count, uint32_t* to, long stride) {
+    static void to_groups(const bf16* x, long count, uint32_t* to, long stride) {
         for (long i = 0; i < count; i += PIECE, to += 4 * stride) {
             store_groups(to, stride, piece_of(x + i, count - i), count - i);
         }
     }
 
     template <int... R>
-    static inline void tile_of_rows(
+    static inline void add_rows(
         std::integer_sequence<int, R...> rows,
         const uint32_t* a,
         const uint32_t* b,

@@ -10,8 +10,8 @@
 namespace quail {
 namespace {  // what several builds in a process must not share
 
-constexpr int LINE_WORDS = 16;  // of a line of the caches
-constexpr int GROUP = 4;        // words of a packed row that lie together
+constexpr int LINE_WORDS = 16;    // of a line of the caches
+constexpr int GROUP = 4;          // words of a packed row that lie together
 constexpr int PIECE = 2 * LANES;  // elements of bfloat16 in a register
 
 // The `rest` elements at x, at most a piece, and zeros behind them.
@@ -41,6 +41,15 @@ struct Tiles {
     int height(long tile) const { return int(begin(tile + 1) - begin(tile)); }
 };
 
+// What formats of two bytes an element share.
+struct TwoBytes {
+    static constexpr int ELEMENT_BYTES = 2;
+    static constexpr int PARTS = GROUP * PANEL / LINE_WORDS;  // of a panel: a tile asks for one
+
+    static long steps_of(long inner) { return (inner + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
+    static long words_of_a_panel(long inner) { return steps_of(inner) * PANEL; }
+};
+
 // Each adds the products of a word of a row, at `word`, with those of a panel's columns. Two rows of three read the
 // word as part of each multiplication (`itself`), which saves an instruction; the third reads it once for both, as the
 // processor reads no more than two operands while it multiplies two.
@@ -49,13 +58,13 @@ struct Tiles {
         using Total = TOTAL;                                                                                       \
         static void itself(Total& left_total, Total& right_total, __m512i left, __m512i right, const uint32_t* word) { \
             asm(INSTRUCTION " %2%{1to16%}, %3, %0\n\t" INSTRUCTION " %2%{1to16%}, %4, %1"                          \
-                : "+v"(left_total), "+v"(right_total)                                                              \
+                : "+&v"(left_total), "+v"(right_total)                                                              \
                 : "m"(*word), "v"(left), "v"(right));                                                              \
         }                                                                                                          \
         static void once(Total& left_total, Total& right_total, __m512i left, __m512i right, const uint32_t* word) { \
             __m512i each;                                                                                          \
             asm("vpbroadcastd %3, %2\n\t" INSTRUCTION " %2, %4, %0\n\t" INSTRUCTION " %2, %5, %1"                 \
-                : "+v"(left_total), "+v"(right_total), "=&v"(each)                                                 \
+                : "+&v"(left_total), "+v"(right_total), "=&v"(each)                                                 \
                 : "m"(*word), "v"(left), "v"(right));                                                              \
         }                                                                                                          \
     };

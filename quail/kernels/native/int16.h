@@ -9,16 +9,11 @@
 namespace quail {
 namespace {  // what several builds in a process must not share
 
-struct Int16 {
+struct Int16 : TwoBytes {
     static constexpr int RUN = 192;  // neighbours of a row that share a scale
     static constexpr int RUN_STEPS = RUN / 2;
     static constexpr float MOST_OF_X = 8191, MOST_OF_WEIGHTS = 8191;
     static constexpr float MOST_OF_A_RUN = INT32_MAX / 8191 - RUN;  // magnitudes of weights; RUN is for their rounding
-    static constexpr int ELEMENT_BYTES = 2;
-    static constexpr int PARTS = GROUP * PANEL / LINE_WORDS;  // of a panel: a tile asks for one
-
-    static long steps_of(long inner) { return (inner + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
-    static long words_of_a_panel(long inner) { return steps_of(inner) * PANEL; }
 
     // Rows in fixed point: tile by tile, run by run, and of those a group of each row after the other.
     class Rows {

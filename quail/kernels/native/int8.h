@@ -33,7 +33,7 @@ struct Int8 {
         uint16_t row;   // of the tile
     };
 
-    // Rows in bytes: tile by tile, run by run, and of those a group of each row after the other.
+    // Rows in bytes: tile by tile, run by run, and of those a group of each row after the other. Vectors only grow.
     class Rows {
         std::vector<uint32_t> words;
         std::vector<float> sums;    // of a run's integers: tile by tile, run by run
@@ -66,7 +66,8 @@ struct Int8 {
             for (long tile = 0; tile < tiles.tiles; ++tile) {
                 const int height = tiles.height(tile);
                 const bf16* const from = x + tiles.begin(tile) * stride;
-                outliers.resize(std::max<size_t>(outliers.size(), num_outliers + height * runs * RUN + 1));
+                const long most = num_outliers + height * runs * RUN + 1;  // and one that is written but not kept
+                outliers.resize(std::max<size_t>(outliers.size(), most));
                 float factors[TILE_ROWS];
                 for (int r = 0; r < height; ++r) {
                     const bf16* row = from + r * stride;
@@ -114,7 +115,7 @@ struct Int8 {
             uint32_t bits;
             std::memcpy(&bits, &limit, sizeof bits);
             const __m512i limits = _mm512_set1_epi16(bits >> 16), ones = _mm512_set1_epi16(1);
-            __m512i most = _mm512_setzero_si512(), num_others = most;
+            __m512i most = _mm512_setzero_si512(), num_others = most;  // a lane counts up to 2^15, a row to 2^20
             for (long i = 0; i < inner; i += PIECE) {
                 const __m512i piece = magnitudes(x + i, inner - i);
                 const __mmask32 is_above = _mm512_cmpgt_epu16_mask(piece, limits);
@@ -141,7 +142,8 @@ struct Int8 {
                 _mm512_store_si512(high_of + i, high);
                 found |= uint64_t(_mm512_test_epi16_mask(high, high)) << i;
             }
-            // Most runs have one outlier or none: the first is written in either case, which saves a guess.
+            // Most runs have one outlier or none: one is written in either case, of any place where there is none. So
+            // the processor need not guess which.
             do {
                 const int place = __builtin_ctzll(found | 1ull << (RUN - 1));
                 const uint32_t byte = uint8_t(high_of[place]);

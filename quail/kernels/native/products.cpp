@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "parallel.h"
-#include "processor.h"
 #include "tile.h"
 
 using namespace quail;
@@ -128,29 +127,30 @@ void multiply(const QuailProduct& job, long first, long last, long first_panel, 
     }
 }
 
-// What there is of each format.
+// The functions of a format; null where this build lacks it.
 struct Functions {
-    decltype(&multiply<Int16>) multiply;
-    decltype(&Int16::pack_panel) pack_panel;
-    decltype(&Int16::words_of_a_panel) words_of_a_panel;
+    void (*product)(const QuailProduct&, long first, long last, long first_panel, long last_panel);
+    void (*pack_panel)(const bf16* const (&columns)[2][LANES], long inner, uint32_t* to, float* scales);
+    long (*words_of_a_panel)(long inner);
     long element_bytes;
-
-    template <class Format>
-    static constexpr Functions of() {
-        return {::multiply<Format>, Format::pack_panel, Format::words_of_a_panel, Format::ELEMENT_BYTES};
-    }
 };
 
+template <class Format>
+constexpr Functions functions() {
+    return {multiply<Format>, Format::pack_panel, Format::words_of_a_panel, Format::ELEMENT_BYTES};
+}
+
 const Functions& functions_of(int format) {
-    static constexpr Functions FOUND[] = {
+    static_assert(BFLOAT16 == 0 && INT16 == 1 && INT8 == 2, "they are in this order");
+    static constexpr Functions found[] = {
 #if defined(__AVX512BF16__)
-        Functions::of<Bfloat16>(),
+        functions<Bfloat16>(),
 #else
         {},
 #endif
-        Functions::of<Int16>(),
-        Functions::of<Int8>()};
-    return FOUND[format];
+        functions<Int16>(),
+        functions<Int8>()};
+    return found[format];
 }
 
 // How a product is cut into tasks: blocks of rows, and of panels where the rows alone are too few.
@@ -172,8 +172,8 @@ struct Cut {
 
 extern "C" {
 
-int32_t quail_has_format(int32_t format) { return functions_of(format).multiply != nullptr; }
-int32_t quail_fastest_format() { return has_fast_pairs() ? BFLOAT16 : INT16; }
+int32_t quail_has_format(int32_t format) { return functions_of(format).product != nullptr; }
+int32_t quail_fastest_format() { return FAST_PAIRS ? BFLOAT16 : INT16; }
 int64_t quail_panel_words(int64_t inner, int32_t format) { return functions_of(format).words_of_a_panel(inner); }
 
 void quail_pack(const QuailPack* job) {
@@ -189,8 +189,8 @@ void quail_pack(const QuailPack* job) {
     };
     const long half = columns / 2;
     const long panels = job->gated ? (half + LANES - 1) / LANES : (columns + PANEL - 1) / PANEL;
-    const Functions& format = functions_of(job->format);
-    const long panel_words = format.words_of_a_panel(inner);
+    const Functions& functions = functions_of(job->format);
+    const long panel_words = functions.words_of_a_panel(inner);
     parallel(job->threads, panels, [&](long panel) {
         const bf16* picked[2][LANES];
         for (int side = 0; side < 2; ++side) {
@@ -201,7 +201,7 @@ void quail_pack(const QuailPack* job) {
             }
         }
         uint32_t* to = static_cast<uint32_t*>(job->packed) + panel * panel_words;
-        format.pack_panel(picked, inner, to, job->scales ? job->scales + panel * PANEL : nullptr);
+        functions.pack_panel(picked, inner, to, job->scales ? job->scales + panel * PANEL : nullptr);
     });
 }
 
@@ -211,7 +211,7 @@ void quail_product(const QuailProduct* job) {
     const Cut cut(*job, panels);
     parallel(job->threads, cut.row_blocks * cut.column_blocks, [&](long task) {
         const long block = task / cut.column_blocks, part = task % cut.column_blocks;
-        functions_of(job->format).multiply(
+        functions_of(job->format).product(
             *job,
             job->rows * block / cut.row_blocks,
             job->rows * (block + 1) / cut.row_blocks,
@@ -223,7 +223,7 @@ void quail_product(const QuailProduct* job) {
 }  // extern "C"
 
 void quail::product_of_rows(const QuailProduct& job, long first, long last) {
-    functions_of(job.format).multiply(job, first, last, 0, panels_of(job));
+    functions_of(job.format).product(job, first, last, 0, panels_of(job));
 }
 
 #endif

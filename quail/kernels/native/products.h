@@ -5,7 +5,8 @@
 
 extern "C" {
 
-// What rows and weights are brought to. Each has a header of its own.
+// What rows and weights are brought to. Each has a header of its own. A build without AVX-512 VNNI has none of them,
+// one without AVX-512 BF16 has no BFLOAT16; what a build lacks must not be asked for.
 enum QuailFormat { BFLOAT16 = 0, INT16 = 1, INT8 = 2 };
 
 // One product. Strides in elements. `out` holds float32 where added to, else bfloat16.
@@ -40,8 +41,8 @@ struct QuailPack {
 
 int64_t quail_panel_columns();
 int64_t quail_panel_words(int64_t inner, int32_t format);
-int32_t quail_has_format(int32_t format);  // whether this build multiplies in it; otherwise pack and product do nothing
-int32_t quail_fastest_format();            // of bfloat16 products, on this processor
+int32_t quail_has_format(int32_t format);
+int32_t quail_fastest_format();  // on this processor, of those no coarser than bfloat16
 
 void quail_pack(const QuailPack*);
 void quail_product(const QuailProduct*);

@@ -27,6 +27,13 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
+// Whether this processor adds up products of pairs of bfloat16 as fast as those of 16-bit integers.
+#if defined(__AVX512BF16__) && defined(QUAIL_FAST_PAIRS)
+constexpr bool FAST_PAIRS = true;
+#else
+constexpr bool FAST_PAIRS = false;
+#endif
+
 struct bf16 {
     uint16_t bits;
 };

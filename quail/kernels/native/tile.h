@@ -16,21 +16,6 @@ inline Floats add_product(Floats total, Floats a, Floats b) {
     return total + a * b;
 }
 
-// The lanes of two vectors rounded to bfloat16, lane by lane side by side in words.
-template <bool PAIRS>
-inline Floats pairs_of(Floats low, Floats high) {
-#if defined(__AVX512BF16__)
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    const __m512i places = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
-        16, 0);
-    return (Floats)_mm512_permutexvar_epi16(places, halves);
-#else
-    static_assert(!PAIRS, "needs AVX-512 BF16");
-    return low + high;
-#endif
-}
-
 // total[r] += sum over k of a[r * ROW_STRIDE + k * STEP_STRIDE] * b[k * b_stride, 0:WIDE vectors].
 //
 // Each element of the result is one chain of additions in the order of the inner dimension, whatever the shape of

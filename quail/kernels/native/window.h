@@ -9,6 +9,7 @@
 #include "tile.h"
 
 namespace quail {
+namespace {  // what several builds in a process must not share
 
 constexpr int KEYS = 128;               // of a block of a history or of a segment
 constexpr int SLICE = 64;               // dimensions of keys and values that lie side by side
@@ -104,4 +105,5 @@ void for_tiles(int rows, int wide, const Body& body) {
     }
 }
 
+}  // namespace
 }  // namespace quail
