@@ -27,8 +27,9 @@ from quail.models.config import DecoderConfig
 from quail.models.packed import PackedMatrices
 from quail.models.pending import pending_on
 
-MASS_VOCAB_ROWS = 2**11
-"""Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays in the caches."""
+MASS_VOCAB_ROWS = 2**10
+"""Rows of the head that a sum over the vocabulary takes at a time: their float32 copy stays in the caches.
+It is always at one place, as new memory would cost more than the product."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,11 +306,11 @@ class PagedDecoder:
     def answer_mass(self, states: torch.Tensor, rows: Int64s, vocab_ids: Int64s) -> torch.Tensor:
         """(len(rows),) share of the probability that some vocabulary rows hold; over the whole vocabulary."""
         picked = states.index_select(0, self.decoder.index(rows))
-        size = self.decoder.config.vocab_size
-        pieces = [
-            self.decoder.head(picked, slice(start, start + MASS_VOCAB_ROWS)).logsumexp(dim=1)
-            for start in range(0, size, MASS_VOCAB_ROWS)
-        ]
+        weight, pieces = self.decoder.head_weight, []
+        floats = torch.empty(MASS_VOCAB_ROWS, weight.shape[1], device=weight.device)
+        for some in torch.split(weight, MASS_VOCAB_ROWS):
+            widened = some if some.dtype == floats.dtype else floats[: len(some)].copy_(some)
+            pieces.append((widened @ picked.t()).logsumexp(dim=0))
         whole = torch.stack(pieces).logsumexp(dim=0)
         wanted = self.decoder.head(picked, np.unique(vocab_ids)).logsumexp(dim=1)
         return (wanted - whole).exp()
