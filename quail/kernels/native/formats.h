@@ -53,26 +53,26 @@ struct TwoBytes {
 // Each adds the products of a word of a row, at `word`, with those of a panel's columns. Two rows of three read the
 // word as part of each multiplication (`itself`), which saves an instruction; the third reads it once for both, as the
 // processor reads no more than two operands while it multiplies two.
-#define QUAIL_ADD_WORD(NAME, TOTAL, INSTRUCTION)                                                                   \
-    struct NAME {                                                                                                  \
-        using Total = TOTAL;                                                                                       \
+#define QUAIL_ADD_WORD(NAME, TOTAL, INSTRUCTION)                                                                       \
+    struct NAME {                                                                                                      \
+        using Total = TOTAL;                                                                                           \
         static void itself(Total& left_total, Total& right_total, __m512i left, __m512i right, const uint32_t* word) { \
-            asm(INSTRUCTION " %2%{1to16%}, %3, %0\n\t" INSTRUCTION " %2%{1to16%}, %4, %1"                          \
-                : "+&v"(left_total), "+v"(right_total)                                                              \
-                : "m"(*word), "v"(left), "v"(right));                                                              \
-        }                                                                                                          \
-        static void once(Total& left_total, Total& right_total, __m512i left, __m512i right, const uint32_t* word) { \
-            __m512i each;                                                                                          \
-            asm("vpbroadcastd %3, %2\n\t" INSTRUCTION " %2, %4, %0\n\t" INSTRUCTION " %2, %5, %1"                 \
-                : "+&v"(left_total), "+v"(right_total), "=&v"(each)                                                 \
-                : "m"(*word), "v"(left), "v"(right));                                                              \
-        }                                                                                                          \
+            asm(INSTRUCTION " %2%{1to16%}, %3, %0\n\t" INSTRUCTION " %2%{1to16%}, %4, %1"                              \
+                : "+&v"(left_total), "+v"(right_total)                                                                 \
+                : "m"(*word), "v"(left), "v"(right));                                                                  \
+        }                                                                                                              \
+        static void once(Total& left_total, Total& right_total, __m512i left, __m512i right, const uint32_t* word) {   \
+            __m512i each;                                                                                              \
+            asm("vpbroadcastd %3, %2\n\t" INSTRUCTION " %2, %4, %0\n\t" INSTRUCTION " %2, %5, %1"                      \
+                : "+&v"(left_total), "+v"(right_total), "=&v"(each)                                                    \
+                : "m"(*word), "v"(left), "v"(right));                                                                  \
+        }                                                                                                              \
     };
 
-QUAIL_ADD_WORD(AddBytes, Ints, "vpdpbusd")        // four signed bytes, with the columns' unsigned ones
-QUAIL_ADD_WORD(AddShorts, Ints, "vpdpwssd")       // two 16-bit integers
+QUAIL_ADD_WORD(AddBytes, Ints, "vpdpbusd")       // four signed bytes, with the columns' unsigned ones
+QUAIL_ADD_WORD(AddShorts, Ints, "vpdpwssd")      // two 16-bit integers
 #if defined(__AVX512BF16__)
-QUAIL_ADD_WORD(AddBfloats, Floats, "vdpbf16ps")   // two of bfloat16; denormals count as 0
+QUAIL_ADD_WORD(AddBfloats, Floats, "vdpbf16ps")  // two of bfloat16; denormals count as 0
 #endif
 
 #undef QUAIL_ADD_WORD
