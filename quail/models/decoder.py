@@ -181,20 +181,18 @@ class Decoder:
         self.kernels.add_product(inner, layer.down, None, total=hidden)
 
     @torch.inference_mode()
-    def head(self, states: torch.Tensor, vocab_ids: Int64s | slice | None = None) -> torch.Tensor:
+    def head(self, states: torch.Tensor, vocab_ids: Int64s | None = None) -> torch.Tensor:
         """Logits in float32.
 
         Args:
             states: (r, hidden) as `forward` returns.
-            vocab_ids: (n,) the vocabulary rows wanted, or a range of them; None for all.
+            vocab_ids: (n,) the vocabulary rows wanted; None for all.
 
         Returns:
             (r, n) float32 logits.
         """
         weight = self.head_weight
-        if isinstance(vocab_ids, slice):
-            weight = weight[vocab_ids]
-        elif vocab_ids is not None:
+        if vocab_ids is not None:
             weight = weight.index_select(0, self.index(vocab_ids))
         return states @ weight.float().t()
 
